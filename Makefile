@@ -1,0 +1,35 @@
+# make lab    set up and open the course        make test   set up and run everything that is checked
+# make course execute the chapters in place     make lint   ruff and mypy
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+JUPYTER_FLAGS ?=
+
+.PHONY: lab test course lint clean
+
+lab: $(READY)
+	$(BIN)/jupyter lab notebooks/00_*.ipynb $(JUPYTER_FLAGS)
+
+test: $(READY)
+	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q --nbmake --nbmake-timeout=300 notebooks
+
+course: $(READY)
+	$(BIN)/python -m gpipe_lab.course.publish notebooks/*.ipynb
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# Done again only when what it installs from has changed.
+$(READY): requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -r requirements.txt
+	touch $(READY)

@@ -1,0 +1,116 @@
+"""gpipe_lab: pipeline parallelism as a real engine to look into, under an interactive course.
+
+Importing the package is fast: what needs torch, matplotlib or ipywidgets is imported when first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from .plan.errors import InputError, ScheduleError
+from .plan.lowering import lower
+from .plan.memory import (
+    MemoryReport,
+    MemoryRow,
+    StageBytes,
+    in_flight,
+    peak_in_flight,
+    simulate_memory,
+)
+from .plan.ops import Kind, Op
+from .plan.recompute import with_recompute
+from .plan.schedule import Schedule, dependencies
+from .plan.schedules import SCHEDULES, forward_only, gpipe, naive, one_f_one_b
+from .plan.simulate import Costs, costs_of, replay, simulate
+from .plan.trace import Event, Trace
+from .plan.validate import validate
+
+__version__ = "0.1.0"
+
+# Names that cost an import of torch, matplotlib or ipywidgets: found on first use.
+_LAZY: dict[str, str] = {
+    "Lab": "gpipe_lab.lab.lab",
+    "Pace": "gpipe_lab.engine.pace",
+    "PipelineLost": "gpipe_lab.lab.failures",
+    "RankFailed": "gpipe_lab.lab.failures",
+    "RunStopped": "gpipe_lab.lab.failures",
+    "batch": "gpipe_lab.engine.corpus",
+    "corpus": "gpipe_lab.engine.corpus",
+    "gpt": "gpipe_lab.engine.layers",
+    "next_token_loss": "gpipe_lab.engine.layers",
+    **dict.fromkeys(
+        (
+            "check",
+            "claim",
+            "claims",
+            "doctor",
+            "hint",
+            "predict",
+            "progress",
+            "solution",
+            "tiny_batch",
+            "tiny_gpt",
+        ),
+        "gpipe_lab.course",
+    ),
+    **dict.fromkeys(
+        (
+            "Explorer",
+            "alt_text",
+            "explain_error",
+            "plot_bubble_curve",
+            "plot_in_flight",
+            "plot_memory",
+            "plot_overlay",
+            "plot_schedule",
+            "plot_trace",
+            "show",
+            "summary_table",
+        ),
+        "gpipe_lab.view",
+    ),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+__all__ = [
+    "SCHEDULES",
+    "Costs",
+    "Event",
+    "InputError",
+    "Kind",
+    "MemoryReport",
+    "MemoryRow",
+    "Op",
+    "Schedule",
+    "ScheduleError",
+    "StageBytes",
+    "Trace",
+    "costs_of",
+    "dependencies",
+    "forward_only",
+    "gpipe",
+    "in_flight",
+    "lower",
+    "naive",
+    "one_f_one_b",
+    "peak_in_flight",
+    "replay",
+    "simulate",
+    "simulate_memory",
+    "validate",
+    "with_recompute",
+    *_LAZY,
+]

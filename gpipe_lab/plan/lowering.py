@@ -1,0 +1,99 @@
+"""Add the sends and receives that a schedule implies, in one order that cannot hang."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .errors import is_count, require
+from .ops import SENDS, TRANSFERS, Kind, Op
+from .schedule import Schedule, dependencies, peer, send_of, walk
+from .validate import validate
+
+
+def lower(schedule: Schedule, *, hoist: int = 2) -> Schedule:
+    """The schedule with its transfers: every send right after what it sends, every receive ahead of need.
+
+    All transfers get one order, that in which their results come to exist when the schedule is walked,
+    and every rank issues its own in that order. NCCL matches by order and may hold a stream until both
+    ends are there; with one total order that is never a circle. Within that order a receive is posted up
+    to `hoist` computations before the one that needs it, so that a message can travel while its rank
+    still computes; `hoist=0` posts as late as the order allows.
+
+    Raises `ScheduleError` for a schedule that cannot run, `InputError` for one already lowered.
+    """
+    validate(schedule)
+    require(
+        is_count(hoist, least=0),
+        "hoist is a whole number of operations, at least 0",
+        got=f"hoist={hoist!r}",
+        where="lower",
+        remedy="hoist=2",
+    )
+    require(
+        not any(op.kind in TRANSFERS for op in schedule.rank_of),
+        "sends and receives are added by lowering, once",
+        got=f"{schedule.name!r} already holds transfers",
+        where="lower",
+        remedy="lower the schedule that was authored",
+    )
+    transfers: list[list[Op]] = [[] for _ in schedule.ops]
+    for send in _sends(schedule):
+        for op in (send, peer(send)):
+            transfers[schedule.stage_to_rank[op.stage]].append(op)
+    rows = zip(schedule.ops, transfers, strict=True)
+    return replace(schedule, ops=tuple(tuple(_merge(row, own, schedule, hoist)) for row, own in rows))
+
+
+def _sends(schedule: Schedule) -> list[Op]:
+    """The sends between ranks, in the order in which their results come to exist.
+
+    Walking with equal costs per kind decides the order; any costs would give one without a circle.
+    """
+    walked = walk(schedule, duration=lambda op: 2.0 if op.kind is Kind.B else 1.0)
+    sends = [(end, send_of(op, schedule)) for _, op, _, end in walked.events]
+    ordered = sorted(sends, key=lambda entry: entry[0])  # stable: ties keep the order of the walk
+    return [send for _, send in ordered if send is not None]
+
+
+def _merge(row: tuple[Op, ...], transfers: list[Op], schedule: Schedule, hoist: int) -> list[Op]:
+    """One rank's computations with its transfers placed between them, in the transfers' order.
+
+    A slot s means "before row[s]". A send's slot is fixed; a receive's lies between its neighbours.
+    """
+    position = {op: index for index, op in enumerate(row)}
+    consumer = {
+        received: index
+        for index, op in reversed(list(enumerate(row)))
+        for received in _receives(op, schedule)
+    }
+    deadline = len(row)
+    slots = []
+    for transfer in reversed(transfers):
+        if transfer.kind in SENDS:
+            (producer,) = dependencies(transfer, schedule)
+            slot = position[producer] + 1
+            assert slot <= deadline, "the order of transfers follows the order of results"
+            deadline = slot
+        else:
+            deadline = min(consumer[transfer], deadline)
+            slot = max(0, min(consumer[transfer] - hoist, deadline))
+        slots.append(slot)
+    earliest = 0
+    placed: list[list[Op]] = [[] for _ in range(len(row) + 1)]
+    for transfer, wanted in zip(transfers, reversed(slots), strict=True):
+        earliest = max(earliest, wanted)
+        placed[earliest].append(transfer)
+    merged = [op for index, here in enumerate(placed) for op in (*here, *row[index : index + 1])]
+    assert len(merged) == len(row) + len(transfers)
+    return merged
+
+
+def _receives(op: Op, schedule: Schedule) -> list[Op]:
+    """The receives whose messages `op` needs from another rank."""
+    home = schedule.stage_to_rank
+    brought = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B, Kind.I: Kind.RECV_B, Kind.R: Kind.RECV_B}
+    return [
+        Op(brought[op.kind], op.stage, op.microbatch)
+        for source in dependencies(op, schedule)
+        if source.stage != op.stage and home[source.stage] != home[op.stage]
+    ]

@@ -1,0 +1,199 @@
+"""What a schedule holds: micro-batches in flight, and bytes by category over time.
+
+A report has one type whether its bytes were measured by the ledger of a run or computed from a trace.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+from .errors import require
+from .ops import BACKWARD, Kind, Op
+from .schedule import Schedule
+from .trace import Trace
+
+if TYPE_CHECKING:
+    import pandas
+
+# A storage held in several ways counts once, in the first of these.
+CATEGORIES = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "buffers",
+    "communication",
+    "boundary",
+    "recomputed",
+    "saved",
+    "outputs",
+    "deferred",
+)
+
+
+class MemoryRow(NamedTuple):
+    """Bytes of one category on one rank, from `time_ms` on. `op` is the operation that was running."""
+
+    rank: int
+    op_index: int
+    time_ms: float
+    category: str
+    bytes: int
+    op: Op | None = None
+
+
+class Moment(NamedTuple):
+    """All categories of one rank at one time."""
+
+    op_index: int
+    time_ms: float
+    op: Op | None
+    bytes: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.bytes.values())
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes held by every rank over one step. `source` is "estimated", "simulated" or "measured"."""
+
+    rows: tuple[MemoryRow, ...]
+    source: str
+    limit_bytes: int | None = None
+    schedule: Schedule | None = field(default=None, repr=False)
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(sorted({row.rank for row in self.rows}))
+
+    @cached_property
+    def _moments(self) -> dict[int, tuple[Moment, ...]]:
+        moments: dict[int, list[Moment]] = defaultdict(list)
+        held: dict[int, dict[str, int]] = defaultdict(dict)
+        for row in self.rows:
+            held[row.rank][row.category] = row.bytes
+            seen = moments[row.rank]
+            if seen and (seen[-1].op_index, seen[-1].time_ms) == (row.op_index, row.time_ms):
+                seen.pop()
+            seen.append(Moment(row.op_index, row.time_ms, row.op, dict(held[row.rank])))
+        return {rank: tuple(seen) for rank, seen in moments.items()}
+
+    def moments(self, rank: int) -> tuple[Moment, ...]:
+        """What `rank` held, in order of time: the curve beneath a Gantt chart."""
+        return self._moments.get(rank, ())
+
+    def peak(self, rank: int, category: str | None = None) -> Moment:
+        """The first moment at which `rank` held most, of one category or of all together."""
+
+        def held(moment: Moment) -> int:
+            return moment.total if category is None else moment.bytes.get(category, 0)
+
+        return max(self.moments(rank), key=held, default=Moment(0, 0.0, None, {}))
+
+    def peak_bytes(self, rank: int, category: str | None = None) -> int:
+        """The most that `rank` held at any one time, in bytes."""
+        moment = self.peak(rank, category)
+        return moment.total if category is None else moment.bytes.get(category, 0)
+
+    def frame(self) -> pandas.DataFrame:
+        """One row a change: rank, op_index, time_ms, category, bytes, op."""
+        import pandas
+
+        rows = [row._asdict() | {"op": "" if row.op is None else str(row.op)} for row in self.rows]
+        return pandas.DataFrame(rows, columns=list(MemoryRow._fields))
+
+
+def in_flight(schedule: Schedule, rank: int) -> tuple[int, ...]:
+    """Micro-batches that `rank` holds after each of its operations, over all its stages.
+
+    A micro-batch is held from its F until its B is done, or its W where the backward is split.
+    """
+    held = 0
+    counts = []
+    for op in schedule.ops[rank]:
+        split = Op(Kind.W, op.stage, op.microbatch) in schedule.rank_of
+        releases = Kind.W if split else Kind.B
+        if op.kind is Kind.F and schedule.trains:
+            held += 1
+        elif op.kind is releases and op.segment == 0:
+            held -= 1
+        counts.append(held)
+    return tuple(counts)
+
+
+def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """The most micro-batches each rank holds at once, from F until B (or W where split)."""
+    return tuple(max(in_flight(schedule, rank), default=0) for rank in range(schedule.num_ranks))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageBytes:
+    """Bytes of one stage: its weights, what one micro-batch saves for backward, and its input.
+
+    `weights` maps categories that stay for the whole step (parameters, gradients, optimizer) to bytes.
+    `saved` counts everything one micro-batch keeps for its backward, the stage's input included;
+    `boundary` is that input, all that checkpointing keeps. Stage 0's input is token ids or samples.
+    """
+
+    saved: int
+    boundary: int
+    weights: dict[str, int] = field(default_factory=dict)
+
+
+def simulate_memory(
+    trace: Trace, sizes: Sequence[StageBytes], *, limit_bytes: int | None = None
+) -> MemoryReport:
+    """The bytes each rank would hold along a simulated trace: one `StageBytes` per stage.
+
+    F keeps what the backward needs, or the boundary where the schedule recomputes; R restores the rest;
+    the backward (W where split) frees it. With segments, F keeps an input for each and R restores one
+    segment's share at a time.
+    """
+    schedule = trace.schedule
+    assert schedule is not None, "a trace carries its schedule"
+    require(
+        len(sizes) == schedule.num_stages,
+        "sizes has one StageBytes per stage",
+        got=f"{len(sizes)} for {schedule.num_stages} stages",
+        where="simulate_memory",
+        remedy=f"[StageBytes(saved=..., boundary=...)] * {schedule.num_stages}",
+    )
+    rows = []
+    for rank in range(schedule.num_ranks):
+        held: dict[str, int] = defaultdict(int)
+        for stage in schedule.stages_of(rank):
+            for category, size in sizes[stage].weights.items():
+                held[category] += size
+        start = trace.start_ms
+        rows += [MemoryRow(rank, 0, start, category, size) for category, size in held.items()]
+        mine = sorted((e for e in trace.computations if e.rank == rank), key=lambda e: e.start_ms)
+        for index, event in enumerate(mine):
+            for category, change in _changes(event.op, schedule, sizes[event.op.stage]):
+                held[category] += change
+                rows.append(MemoryRow(rank, index, event.end_ms, category, held[category], event.op))
+    return MemoryReport(tuple(rows), trace.source, limit_bytes, schedule)
+
+
+def _changes(op: Op, schedule: Schedule, size: StageBytes) -> list[tuple[str, int]]:
+    """(category, bytes more or fewer) when `op` is done."""
+    if not schedule.trains:
+        return []
+    key = (op.stage, op.microbatch)
+    num_segments = 1 + schedule.last_segment.get(key, 0)
+    recomputes = Op(Kind.R, *key) in schedule.rank_of
+    split = Op(Kind.W, *key) in schedule.rank_of
+    restored = size.saved // num_segments - size.boundary
+    if op.kind is Kind.F:
+        return [("boundary", size.boundary * num_segments)] if recomputes else [("saved", size.saved)]
+    if op.kind is Kind.R:
+        return [("recomputed", restored)]
+    if op.kind not in BACKWARD or (split and op.kind is not Kind.W):
+        return []
+    if recomputes:
+        return [("recomputed", -restored), ("boundary", -size.boundary)]
+    return [("saved", -size.saved)]

@@ -1,0 +1,64 @@
+"""The operations a pipeline is made of, as values that print: `2F0` is stage 2's forward of micro-batch 0."""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+from typing import NamedTuple
+
+
+class Kind(Enum):
+    """What an operation does. The first five are computed and authored; the rest are added by lowering."""
+
+    F = "F"  # forward
+    B = "B"  # full backward: gradients of the stage's input and of its weights
+    I = "I"  # noqa: E741  backward_input: the gradient that the previous stage waits for
+    W = "W"  # backward_weight: the part of the backward nobody waits for
+    R = "R"  # recompute: the forward again, to restore what checkpointing dropped
+    SEND_F = "SEND_F"  # a stage's output leaves for the next stage
+    RECV_F = "RECV_F"  # a stage's input arrives from the previous stage
+    SEND_B = "SEND_B"  # the gradient of a stage's input leaves for the previous stage
+    RECV_B = "RECV_B"  # the gradient of a stage's output arrives from the next stage
+    REDUCE = "REDUCE"  # gradients summed over copies of the same weights
+    STEP = "STEP"  # the optimizer's update
+
+    __hash__ = object.__hash__  # members are unique, and Enum's own hash is a slow Python function
+
+
+COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.R})
+BACKWARD = frozenset({Kind.B, Kind.I, Kind.W})
+SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
+RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
+TRANSFERS = SENDS | RECEIVES
+
+_PATTERN = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE|STEP|[FBIWR])(\d+)(?:\.(\d+))?")
+
+
+class Op(NamedTuple):
+    """One operation of one stage on one micro-batch.
+
+    `segment` counts the parts into which checkpointing "every:k" cuts a stage; it is 0 elsewhere.
+    """
+
+    kind: Kind
+    stage: int
+    microbatch: int
+    segment: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.short}"
+
+    @property
+    def short(self) -> str:
+        """The operation without its stage, as printed where a rank has only one stage: `F0`."""
+        suffix = f".{self.segment}" if self.segment else ""
+        return f"{self.kind.value}{self.microbatch}{suffix}"
+
+    @classmethod
+    def parse(cls, text: str) -> Op:
+        """The operation that prints as `text`; `ValueError` if there is none."""
+        match = _PATTERN.fullmatch(text.strip())
+        if match is None:
+            raise ValueError(f"not an operation: {text!r} (expected something like '2F0')")
+        stage, kind, microbatch, segment = match.groups()
+        return cls(Kind(kind), int(stage), int(microbatch), int(segment or 0))

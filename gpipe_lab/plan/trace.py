@@ -1,0 +1,166 @@
+"""What happened when: the same type whether it was simulated or measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from .ops import COMPUTE, RECEIVES, SENDS, Kind, Op
+from .schedule import Schedule, peer
+
+if TYPE_CHECKING:
+    import pandas
+
+SIMULATED = "simulated"
+MEASURED = "measured"
+PACED = "measured, paced"
+
+COMPUTE_LANE = "compute"
+WAIT_LANE = "wait"
+COMM_LANE = "comm"
+
+USEFUL = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
+
+
+class Event(NamedTuple):
+    """One operation on one rank. `lane` is "compute", "wait" (held up for a message) or "comm"."""
+
+    rank: int
+    lane: str
+    op: Op
+    start_ms: float
+    end_ms: float
+
+    @property
+    def duration_ms(self) -> float:
+        return self.end_ms - self.start_ms
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Events of one step on one clock, in ms from the first computation's start.
+
+    `source` says where they come from: "simulated", "measured" or "measured, paced". Every metric is
+    computed from the events, never from a formula.
+    """
+
+    events: tuple[Event, ...]
+    source: str
+    schedule: Schedule | None = None
+    device: str = ""
+    overran: int = 0  # operations of a paced run that took longer than their pace
+
+    @cached_property
+    def computations(self) -> tuple[Event, ...]:
+        """The forwards, backwards and recomputes: what a rank is busy with."""
+        return tuple(e for e in self.events if e.lane == COMPUTE_LANE and e.op.kind in COMPUTE)
+
+    @property
+    def num_ranks(self) -> int:
+        if self.schedule is not None:
+            return self.schedule.num_ranks
+        return 1 + max((e.rank for e in self.events), default=-1)
+
+    @property
+    def start_ms(self) -> float:
+        return min((e.start_ms for e in self.computations), default=0.0)
+
+    @property
+    def makespan_ms(self) -> float:
+        """From the first computation's start to the last one's end."""
+        return max((e.end_ms for e in self.computations), default=0.0) - self.start_ms
+
+    def busy_ms(self, rank: int, kinds: frozenset[Kind] = COMPUTE) -> float:
+        return sum(e.duration_ms for e in self.computations if e.rank == rank and e.op.kind in kinds)
+
+    def busy_fraction(self, rank: int) -> float:
+        """The share of the makespan in which `rank` computes."""
+        return self.busy_ms(rank) / self.makespan_ms if self.makespan_ms else 0.0
+
+    @property
+    def bubble_fraction(self) -> float:
+        """The idle share: 1 - busy / (makespan x ranks). Recompute counts as busy."""
+        return 1.0 - self._share(COMPUTE)
+
+    @property
+    def useful_fraction(self) -> float:
+        """The share of all ranks' time spent in F, B, I and W: recompute counts as lost."""
+        return self._share(USEFUL)
+
+    def _share(self, kinds: frozenset[Kind]) -> float:
+        total = self.makespan_ms * self.num_ranks
+        return sum(self.busy_ms(rank, kinds) for rank in range(self.num_ranks)) / total if total else 0.0
+
+    def frame(self) -> pandas.DataFrame:
+        """One row an event: its rank, lane, op (and the op's parts), start_ms, end_ms, duration_ms."""
+        import pandas
+
+        rows = [
+            {
+                "rank": e.rank,
+                "lane": e.lane,
+                "op": str(e.op),
+                "kind": e.op.kind.value,
+                "stage": e.op.stage,
+                "microbatch": e.op.microbatch,
+                "segment": e.op.segment,
+                "start_ms": e.start_ms,
+                "end_ms": e.end_ms,
+                "duration_ms": e.duration_ms,
+            }
+            for e in self.events
+        ]
+        columns = ["rank", "lane", "op", *Op._fields, "start_ms", "end_ms", "duration_ms"]
+        return pandas.DataFrame(rows, columns=columns)
+
+    def to_chrome(self, path: str | Path) -> Path:
+        """Write the trace for Perfetto (ui.perfetto.dev) or chrome://tracing, with arrows send → receive."""
+        path = Path(path)
+        path.write_text(json.dumps({"traceEvents": list(_chrome_events(self)), "displayTimeUnit": "ms"}))
+        return path
+
+
+LANES = (COMPUTE_LANE, WAIT_LANE, COMM_LANE)
+
+
+def _chrome_events(trace: Trace) -> Iterable[dict]:
+    for rank in range(trace.num_ranks):
+        yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+        for lane, name in enumerate(LANES):
+            yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": lane, "args": {"name": name}}
+    for event in trace.events:
+        yield {
+            "ph": "X",
+            "name": str(event.op),
+            "cat": f"{event.lane},{event.op.kind.value}",
+            "pid": event.rank,
+            "tid": LANES.index(event.lane),
+            "ts": event.start_ms * 1000,
+            "dur": event.duration_ms * 1000,
+            "args": {"microbatch": event.op.microbatch, "stage": event.op.stage, "source": trace.source},
+        }
+    for number, (send, receive) in enumerate(messages(trace)):
+        shared = {"cat": "message", "name": "message", "id": number}
+        lanes = LANES.index(send.lane), LANES.index(receive.lane)
+        yield {"ph": "s", "pid": send.rank, "tid": lanes[0], "ts": send.start_ms * 1000, **shared}
+        yield {
+            "ph": "f",
+            "bp": "e",
+            "pid": receive.rank,
+            "tid": lanes[1],
+            "ts": max(receive.start_ms, send.start_ms) * 1000,
+            **shared,
+        }
+
+
+def messages(trace: Trace) -> tuple[tuple[Event, Event], ...]:
+    """The (send, receive) pairs of the comm lane, in order of their sends."""
+    comm = {e.op: e for e in trace.events if e.lane == COMM_LANE}
+    sends = sorted((e for e in comm.values() if e.op.kind in SENDS), key=lambda e: e.start_ms)
+    pairs = [(send, comm[peer(send.op)]) for send in sends if peer(send.op) in comm]
+    assert all(receive.op.kind in RECEIVES for _, receive in pairs)
+    return tuple(pairs)

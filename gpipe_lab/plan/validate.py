@@ -1,0 +1,283 @@
+"""Refuse a schedule that cannot run, and say which operation breaks which rule."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+from .errors import ScheduleError
+from .ops import COMPUTE, TRANSFERS, Kind, Op
+from .schedule import Schedule, Walk, peer, send_of, walk
+
+
+def validate(schedule: Schedule) -> None:
+    """Raise `ScheduleError` (rule, got, where, remedy, marked grid) unless every rank can run to its end.
+
+    The rules: every operation names an existing stage and micro-batch and is on its stage's rank; each
+    is there exactly once, with a forward for every stage and micro-batch and, in training, exactly one
+    backward (B, or I and W); no rank runs an operation before what it needs; and nothing waits in a
+    circle. A lowered schedule hangs where program order, dependencies and the order of transfers, taken
+    together, have a cycle; that cycle is named.
+    """
+    _check_types(schedule)
+    _check_shape(schedule)
+    _check_places(schedule)
+    _check_complete(schedule)
+    _check_local_order(schedule)
+    walked = walk(schedule, duration=lambda op: 1.0)
+    if walked.is_stuck:
+        raise _hang(schedule, walked)
+
+
+def marked_grid(schedule: Schedule, marked: set[Op]) -> str:
+    """Every rank's operations in program order, those in `marked` as >>2F0<<."""
+
+    def cell(op: Op) -> str:
+        label = schedule.label(op)
+        return f">>{label}<<" if op in marked else label
+
+    rows = (" ".join(cell(op) for op in ops) for ops in schedule.ops)
+    return "\n".join(f"rank {rank}: {row}" for rank, row in enumerate(rows))
+
+
+def _error(schedule: Schedule, rule: str, *ops: Op, got: str, where: str = "", remedy: str) -> ScheduleError:
+    place = f"schedule {schedule.name!r}" + (f", {where}" if where else "")
+    return ScheduleError(rule, got=got, where=place, remedy=remedy, grid=marked_grid(schedule, set(ops)))
+
+
+def _check_types(schedule: Schedule) -> None:
+    if not isinstance(schedule, Schedule):
+        raise ScheduleError(
+            "what is validated, simulated or run is a Schedule",
+            got=f"{schedule!r}",
+            remedy="gl.gpipe(4, 8), or gl.Schedule(name, num_microbatches, stage_to_rank, ops)",
+        )
+    place = f"schedule {schedule.name!r}"
+    for number in (schedule.num_microbatches, *schedule.stage_to_rank):
+        if not isinstance(number, int) or isinstance(number, bool):
+            raise ScheduleError(
+                "num_microbatches and the ranks in stage_to_rank are whole numbers",
+                got=f"{number!r}",
+                where=place,
+                remedy=f"int({number!r})",
+            )
+    for rank, ops in enumerate(schedule.ops):
+        for op in ops:
+            is_op = type(op) is Op and type(op.kind) is Kind
+            if not (is_op and type(op.stage) is type(op.microbatch) is type(op.segment) is int):
+                raise ScheduleError(
+                    "a rank's operations are Ops: a Kind, then whole numbers for stage, micro-batch, segment",
+                    got=f"{op!r}",
+                    where=f"{place}, rank {rank}",
+                    remedy="Op(Kind.F, 0, 0)",
+                )
+
+
+def _check_shape(schedule: Schedule) -> None:
+    placed = set(schedule.stage_to_rank)
+    if schedule.num_microbatches < 1 or schedule.num_stages < 1:
+        raise _error(
+            schedule,
+            "a schedule has at least one stage and one micro-batch",
+            got=f"{schedule.num_stages} stages, {schedule.num_microbatches} micro-batches",
+            remedy="give stage_to_rank one entry per stage and num_microbatches at least 1",
+        )
+    if placed != set(range(schedule.num_ranks)):
+        raise _error(
+            schedule,
+            "every rank has a list of operations and holds at least one stage",
+            got=f"stage_to_rank={schedule.stage_to_rank}, {schedule.num_ranks} lists of operations",
+            remedy=f"stage_to_rank={tuple(range(schedule.num_ranks))}",
+        )
+
+
+def _check_places(schedule: Schedule) -> None:
+    for rank, ops in enumerate(schedule.ops):
+        for op in ops:
+            exists = (
+                0 <= op.stage < schedule.num_stages
+                and 0 <= op.microbatch < schedule.num_microbatches
+                and op.segment >= 0
+            )
+            if not exists:
+                raise _error(
+                    schedule,
+                    "an operation names a stage and a micro-batch that exist",
+                    op,
+                    got=f"{op}; {schedule.num_stages} stages, {schedule.num_microbatches} micro-batches",
+                    where=f"rank {rank}",
+                    remedy="both count from 0",
+                )
+            home = schedule.stage_to_rank[op.stage]
+            if home != rank:
+                raise _error(
+                    schedule,
+                    "an operation runs on the rank that holds its stage",
+                    op,
+                    got=f"{op} on rank {rank}",
+                    where=f"rank {rank}",
+                    remedy=f"move {op} to rank {home}",
+                )
+    counts = Counter(op for ops in schedule.ops for op in ops)
+    for op, count in counts.items():
+        if count > 1:
+            raise _error(
+                schedule,
+                "each operation is there once",
+                op,
+                got=f"{op} {count} times",
+                where=f"rank {schedule.rank_of[op]}",
+                remedy=f"keep one {op}",
+            )
+
+
+def _check_complete(schedule: Schedule) -> None:
+    found: dict[tuple[int, int], list[Op]] = defaultdict(list)
+    for op in schedule.rank_of:
+        if op.kind in COMPUTE:
+            found[op.stage, op.microbatch].append(op)
+    for stage in range(schedule.num_stages):
+        for m in range(schedule.num_microbatches):
+            _check_microbatch(schedule, stage, m, found[stage, m])
+    if any(op.kind in TRANSFERS for op in schedule.rank_of):
+        _check_transfers(schedule)
+
+
+def _check_microbatch(schedule: Schedule, stage: int, m: int, found: list[Op]) -> None:
+    rank = schedule.stage_to_rank[stage]
+    whole = [op for op in found if op.kind is Kind.B]
+    split = [op for op in found if op.kind in (Kind.I, Kind.W)]
+    if whole and split:
+        raise _error(
+            schedule,
+            "a backward is whole (B) or split (I and W), not both",
+            *whole,
+            *split,
+            got=f"both {whole[0]} and a split backward",
+            where=f"rank {rank}",
+            remedy=f"drop {whole[0]}, or the I and W of the same stage and micro-batch",
+        )
+    segments = range(1 + max((op.segment for op in whole), default=0))
+    needed = [Op(Kind.F, stage, m)]
+    if split:
+        needed += [Op(Kind.I, stage, m), Op(Kind.W, stage, m)]
+    elif schedule.trains:
+        needed += [Op(Kind.B, stage, m, s) for s in segments[: len(whole) + 1]]
+    for op in needed:
+        if op not in schedule.rank_of:
+            raise _error(
+                schedule,
+                "every stage runs every micro-batch once forward and, in training, once backward",
+                got=f"no {op}",
+                where=f"rank {rank}",
+                remedy=f"add {op} to rank {rank}",
+            )
+    recomputes = [op for op in found if op.kind is Kind.R]
+    restored = [Op(Kind.R, stage, m, s) for s in segments] if schedule.trains else []
+    alone = set(recomputes) ^ set(restored) if recomputes or len(segments) > 1 else set()
+    for op in sorted(alone, key=lambda op: op.segment):
+        raise _error(
+            schedule,
+            "a recompute restores what one backward of the same segment needs",
+            op if op in schedule.rank_of else Op(Kind.B, stage, m, op.segment),
+            got=f"{op} without its backward" if op in schedule.rank_of else f"no {op}",
+            where=f"rank {rank}",
+            remedy="one R and one backward for every segment, or neither",
+        )
+    for op in found:
+        if op.segment > 0 and op.kind not in (Kind.B, Kind.R):
+            raise _error(
+                schedule,
+                "only whole backwards and recomputes go segment by segment",
+                op,
+                got=str(op),
+                where=f"rank {rank}",
+                remedy=f"drop {op}",
+            )
+
+
+def _check_transfers(schedule: Schedule) -> None:
+    """In a lowered schedule every result that another rank needs is sent and received, and nothing else."""
+    present = schedule.rank_of
+    sends = [send for op in present if (send := send_of(op, schedule)) is not None]
+    needed = [op for send in sends for op in (send, peer(send))]
+    for op in needed:
+        if op not in present:
+            other = peer(op)
+            raise _error(
+                schedule,
+                "every send has its receive and every receive its send",
+                other,
+                got=f"no {op}" + (f" for {other}" if other in present else ""),
+                where=f"rank {schedule.stage_to_rank[op.stage]}",
+                remedy=f"add {op}",
+            )
+    allowed = set(needed)
+    for op, rank in present.items():
+        if op.kind in TRANSFERS and op not in allowed:
+            raise _error(
+                schedule,
+                "a transfer takes a result to another rank that needs it",
+                op,
+                got=f"{op}, which nothing needs",
+                where=f"rank {rank}",
+                remedy=f"drop {op}",
+            )
+
+
+def _check_local_order(schedule: Schedule) -> None:
+    for rank, ops in enumerate(schedule.ops):
+        seen: set[Op] = set()
+        for position, op in enumerate(ops):
+            seen.add(op)
+            for needed in schedule.needs[op]:
+                if needed not in seen and schedule.rank_of[needed] == rank:
+                    raise _error(
+                        schedule,
+                        "an operation comes after what it needs",
+                        op,
+                        needed,
+                        got=f"{op} before {needed}",
+                        where=f"rank {rank}, position {position}",
+                        remedy=f"move {needed} ahead of {op}",
+                    )
+
+
+def _hang(schedule: Schedule, walked: Walk) -> ScheduleError:
+    cycle = waiting_cycle(schedule, walked)
+    ranks = [schedule.rank_of[op] for op in cycle]
+    lines = [
+        f"rank {rank} stands at {op} and waits until rank {next_rank} gets past {next_op}"
+        for rank, op, next_rank, next_op in zip(
+            ranks, cycle, ranks[1:] + ranks[:1], cycle[1:] + cycle[:1], strict=True
+        )
+    ]
+    return _error(
+        schedule,
+        "no rank may wait for one that waits for it",
+        *cycle,
+        got="a circle: " + "; ".join(lines),
+        where="ranks " + ", ".join(map(str, sorted(set(ranks)))),
+        remedy="on one of these ranks, move what the others wait for ahead of the operation it stands at",
+    )
+
+
+def waiting_cycle(schedule: Schedule, walked: Walk) -> list[Op]:
+    """The operations of a stuck walk that wait for each other in a circle, each for the next."""
+
+    def held_up_by(op: Op) -> Op:
+        rank = schedule.rank_of[op]
+        if walked.heads.get(rank) == op:  # a transfer whose other end is not there, or not first
+            other = peer(op)
+            other_rank = schedule.rank_of[other]
+            return walked.heads[other_rank] if other in walked.posted else walked.blocked[other_rank][0]
+        _, needed = walked.blocked[rank]
+        if needed.kind in TRANSFERS:
+            return walked.heads[rank]
+        return walked.blocked[schedule.rank_of[needed]][0]
+
+    op = next(iter(walked.blocked.values()))[0] if walked.blocked else next(iter(walked.heads.values()))
+    path: list[Op] = []
+    while op not in path:
+        path.append(op)
+        op = held_up_by(op)
+    return path[path.index(op) :]

@@ -1,0 +1,133 @@
+import json
+import re
+
+import pytest
+from plan_oracle import GRIDS, RECV_B, RECV_F, SEND_B, SEND_F, B, F, R, authored, crossing
+
+import gpipe_lab as gl
+from gpipe_lab import Costs, Event, Op, Trace
+from gpipe_lab.plan.trace import MEASURED, messages
+
+
+def hand_made() -> Trace:
+    """Two ranks, measured, the first computation 5 ms after the clock's zero."""
+    events = (
+        Event(0, "compute", Op(F, 0, 0), 5.0, 7.0),
+        Event(0, "comm", Op(SEND_F, 0, 0), 7.0, 8.0),
+        Event(1, "wait", Op(F, 1, 0), 0.0, 8.0),
+        Event(1, "comm", Op(RECV_F, 1, 0), 7.5, 8.0),
+        Event(1, "compute", Op(F, 1, 0), 8.0, 10.0),
+        Event(1, "compute", Op(R, 1, 0), 10.0, 11.0),
+        Event(1, "compute", Op(B, 1, 0), 11.0, 14.0),
+        Event(1, "comm", Op(SEND_B, 1, 0), 14.0, 15.0),
+        Event(0, "comm", Op(RECV_B, 0, 0), 2.0, 15.0),
+        Event(0, "compute", Op(B, 0, 0), 15.0, 25.0),
+    )
+    return Trace(events, MEASURED)
+
+
+def test_metrics_come_from_the_events():
+    trace = hand_made()
+    assert trace.num_ranks == 2
+    assert trace.start_ms == 5 and trace.makespan_ms == 20
+    assert trace.busy_ms(0) == 12 and trace.busy_ms(1) == 6
+    assert trace.busy_fraction(0) == 12 / 20
+    assert trace.bubble_fraction == pytest.approx(1 - 18 / 40)
+    assert trace.useful_fraction == pytest.approx(17 / 40)
+
+
+def test_bubble_and_shares_fit_together():
+    for p, m in GRIDS:
+        trace = gl.simulate(gl.with_recompute(gl.gpipe(p, m), "always"), Costs(send=0.5))
+        busy = sum(trace.busy_fraction(rank) for rank in range(p)) / p
+        assert trace.bubble_fraction == pytest.approx(1 - busy, abs=1e-12)
+        recomputed = sum(e.duration_ms for e in trace.computations if e.op.kind is R)
+        lost = recomputed / (trace.makespan_ms * p)
+        assert trace.useful_fraction + lost == pytest.approx(busy, abs=1e-12)
+
+
+def test_an_empty_trace_has_metrics():
+    trace = Trace((), MEASURED)
+    assert (trace.makespan_ms, trace.start_ms, trace.num_ranks) == (0, 0, 0)
+    assert trace.useful_fraction == 0
+    assert len(trace.frame()) == 0
+    assert messages(trace) == ()
+
+
+def test_messages_pair_each_send_with_its_receive():
+    for schedule in (gl.gpipe(3, 4), gl.one_f_one_b(4, 3), gl.forward_only(3, 2)):
+        for s in (schedule, gl.lower(schedule)):
+            pairs = messages(gl.simulate(s, Costs(send=0.25)))
+            assert {(a.op, b.op) for a, b in pairs} == set(crossing(schedule))
+            assert all(send.start_ms + 0.25 <= receive.end_ms + 1e-12 for send, receive in pairs)
+            assert [a.start_ms for a, _ in pairs] == sorted(a.start_ms for a, _ in pairs)
+
+
+def test_simulated_and_lowered_events_are_the_same_computations():
+    schedule = gl.one_f_one_b(3, 5)
+    assert gl.simulate(schedule).computations == gl.simulate(gl.lower(schedule)).computations
+
+
+def test_frame():
+    trace = hand_made()
+    frame = trace.frame()
+    columns = "rank lane op kind stage microbatch segment start_ms end_ms duration_ms".split()
+    assert list(frame.columns) == columns
+    assert len(frame) == len(trace.events)
+    row = frame.iloc[0]
+    assert (row["op"], row["kind"], row["lane"], row["duration_ms"]) == ("0F0", "F", "compute", 2.0)
+    busy = frame[frame.lane == "compute"].groupby("rank").duration_ms.sum()
+    assert list(busy) == [12, 6]
+
+
+@pytest.mark.parametrize(
+    "trace",
+    [
+        hand_made(),
+        gl.simulate(gl.gpipe(4, 4), Costs(send=0.5)),
+        gl.simulate(gl.lower(gl.one_f_one_b(3, 4)), Costs(send=0.5)),
+        gl.simulate(gl.with_recompute(gl.gpipe(2, 2), "every:1", layers_per_stage=2)),
+        gl.simulate(authored("0F0 1F0 1B0 0B0", place=(0, 0))),
+    ],
+    ids=["measured", "gpipe", "lowered", "segments", "one rank"],
+)
+def test_chrome_export(trace, tmp_path):
+    path = trace.to_chrome(tmp_path / "trace.json")
+    assert path == tmp_path / "trace.json"
+    content = json.loads(path.read_text(), parse_constant=lambda text: pytest.fail(f"{text} is not JSON"))
+    events = content["traceEvents"]
+    assert content["displayTimeUnit"] == "ms"
+
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert names == {rank: f"rank {rank}" for rank in range(trace.num_ranks)}
+    lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+
+    slices = [e for e in events if e["ph"] == "X"]
+    assert len(slices) == len(trace.events)
+    for shown, event in zip(slices, trace.events, strict=True):
+        assert shown["name"] == str(event.op) and shown["pid"] == event.rank
+        assert lanes[shown["pid"], shown["tid"]] == event.lane
+        assert shown["ts"] == pytest.approx(event.start_ms * 1000)  # in microseconds
+        assert shown["dur"] == pytest.approx(event.duration_ms * 1000) and shown["dur"] >= 0
+        assert shown["args"]["source"] == trace.source
+
+    starts = {e["id"]: e for e in events if e["ph"] == "s"}
+    ends = {e["id"]: e for e in events if e["ph"] == "f"}
+    assert starts.keys() == ends.keys()
+    assert len(starts) + len(ends) == sum(e["ph"] in "sf" for e in events)
+    assert len(starts) == sum(e.lane == "comm" and e.op.kind.value.startswith("SEND") for e in trace.events)
+    for number, start in starts.items():
+        end = ends[number]
+        assert end["bp"] == "e" and end["ts"] >= start["ts"]
+        assert (start["cat"], start["name"]) == (end["cat"], end["name"])
+        for arrow, prefix in ((start, "SEND"), (end, "RECV")):
+            inside = [
+                e for e in slices
+                if (e["pid"], e["tid"]) == (arrow["pid"], arrow["tid"])
+                and e["ts"] - 1e-6 <= arrow["ts"] <= e["ts"] + e["dur"] + 1e-6
+            ]  # fmt: skip
+            assert any(re.match(rf"\d+{prefix}", e["name"]) for e in inside)
+
+
+def test_chrome_export_takes_a_string_path(tmp_path):
+    assert gl.simulate(gl.gpipe(1, 1)).to_chrome(str(tmp_path / "t.json")).exists()
