@@ -54,22 +54,12 @@ _LAZY: dict[str, str] = {
         ),
         "gpipe_lab.course",
     ),
-    **dict.fromkeys(
-        (
-            "Explorer",
-            "alt_text",
-            "explain_error",
-            "plot_bubble_curve",
-            "plot_in_flight",
-            "plot_memory",
-            "plot_overlay",
-            "plot_schedule",
-            "plot_trace",
-            "show",
-            "summary_table",
-        ),
-        "gpipe_lab.view",
-    ),
+    **dict.fromkeys(("plot_overlay", "plot_schedule", "plot_trace"), "gpipe_lab.view.gantt"),
+    **dict.fromkeys(("plot_in_flight", "plot_memory"), "gpipe_lab.view.memory"),
+    **dict.fromkeys(("alt_text", "show"), "gpipe_lab.view.picture"),
+    **dict.fromkeys(("explain_error", "summary_table"), "gpipe_lab.view.tables"),
+    "Explorer": "gpipe_lab.view.explorer",
+    "plot_bubble_curve": "gpipe_lab.view.curves",
 }
 
 

@@ -65,11 +65,11 @@ class Trace:
             return self.schedule.num_ranks
         return 1 + max((e.rank for e in self.events), default=-1)
 
-    @property
+    @cached_property
     def start_ms(self) -> float:
         return min((e.start_ms for e in self.computations), default=0.0)
 
-    @property
+    @cached_property
     def makespan_ms(self) -> float:
         """From the first computation's start to the last one's end."""
         return max((e.end_ms for e in self.computations), default=0.0) - self.start_ms
@@ -81,12 +81,12 @@ class Trace:
         """The share of the makespan in which `rank` computes."""
         return self.busy_ms(rank) / self.makespan_ms if self.makespan_ms else 0.0
 
-    @property
+    @cached_property
     def bubble_fraction(self) -> float:
         """The idle share: 1 - busy / (makespan x ranks). Recompute counts as busy."""
         return 1.0 - self._share(COMPUTE)
 
-    @property
+    @cached_property
     def useful_fraction(self) -> float:
         """The share of all ranks' time spent in F, B, I and W: recompute counts as lost."""
         return self._share(USEFUL)

@@ -1,0 +1,83 @@
+"""Layers to cut into stages: a small GPT, written as a list so that it splits anywhere."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Embedding(nn.Module):
+    """Token ids (rows, length) to vectors (rows, length, width), with learned positions."""
+
+    def __init__(self, vocabulary: int, length: int, width: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(length, width)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.tokens(ids) + self.positions.weight[: ids.shape[1]]
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block: causal attention and an MLP, each added to its input."""
+
+    def __init__(self, width: int, num_heads: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.dropout = dropout
+        self.norm_1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.project = nn.Linear(width, width)
+        self.norm_2 = nn.LayerNorm(width)
+        self.expand = nn.Linear(width, 4 * width)
+        self.contract = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, length, width = x.shape
+        heads = (rows, length, 3, self.num_heads, width // self.num_heads)
+        q, k, v = self.qkv(self.norm_1(x)).view(heads).permute(2, 0, 3, 1, 4)
+        drop = self.dropout if self.training else 0.0
+        attended = F.scaled_dot_product_attention(q, k, v, dropout_p=drop, is_causal=True)
+        x = x + self._drop(self.project(attended.transpose(1, 2).reshape(rows, length, width)))
+        return x + self._drop(self.contract(F.gelu(self.expand(self.norm_2(x)))))
+
+    def _drop(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(x, self.dropout, self.training)
+
+
+class Head(nn.Module):
+    """Vectors (rows, length, width) to scores of the next token (rows, length, vocabulary)."""
+
+    def __init__(self, width: int, vocabulary: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.scores = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scores(self.norm(x))
+
+
+def gpt(
+    num_blocks: int,
+    *,
+    width: int,
+    num_heads: int,
+    vocabulary: int,
+    length: int,
+    dropout: float = 0.0,
+) -> list[Callable[[], nn.Module]]:
+    """A GPT as factories: embedding, `num_blocks` blocks, head. No process need ever hold all of it."""
+    return [
+        functools.partial(Embedding, vocabulary, length, width),
+        *[functools.partial(Block, width, num_heads, dropout)] * num_blocks,
+        functools.partial(Head, width, vocabulary),
+    ]
+
+
+def next_token_loss(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy over all tokens. scores (rows, length, vocabulary), targets (rows, length)."""
+    return F.cross_entropy(scores.flatten(0, 1), targets.flatten())

@@ -1,0 +1,158 @@
+"""Measured memory: every storage that is held, by category, to the byte."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ..plan.memory import CATEGORIES, MemoryRow
+from ..plan.ops import Op
+
+_RANK_OF_CATEGORY = {category: index for index, category in enumerate(CATEGORIES)}
+
+
+class OutOfMemory(RuntimeError):
+    """A virtual card's limit was passed; names the rank, the operation, the limit and what is held."""
+
+
+class Ledger:
+    """Bytes held by one rank.
+
+    Each distinct storage counts once, whole, in the first of `CATEGORIES` that holds it. Storages are
+    told apart by their address, which is unique while they live, and they live while they are held.
+    A snapshot is kept after every operation, and at its highest point where that lies within it.
+    """
+
+    def __init__(self, rank: int, *, limit_bytes: int | None = None) -> None:
+        self.rank = rank
+        self.limit_bytes = limit_bytes
+        self.totals = dict.fromkeys(CATEGORIES, 0)
+        self.rows: list[tuple[int, Any, dict[str, int], Op | None]] = []
+        self._holders: dict[int, list[int]] = {}  # address -> how often each category holds it
+        self._sizes: dict[int, int] = {}
+        self._lock = threading.RLock()  # on CUDA, autograd frees saved tensors from its own threads
+        self._op: Op | None = None
+        self._op_index = 0
+        self._start: Any = None
+        self._high = dict(self.totals)
+
+    @property
+    def total(self) -> int:
+        return sum(self.totals.values())
+
+    def hold(self, category: str, tensors: Iterable[torch.Tensor]) -> list[int]:
+        """Count the storages of `tensors`; returns what `release` is to be given."""
+        keys = [self._hold(category, t.untyped_storage()) for t in tensors if t.untyped_storage().nbytes()]
+        if self.limit_bytes is not None and self.total > self.limit_bytes:
+            raise OutOfMemory(self._over_limit())
+        return keys
+
+    def release(self, category: str, keys: Iterable[int]) -> None:
+        with self._lock:
+            for key in keys:
+                self._change(category, key, -1)
+
+    def _hold(self, category: str, storage: torch.UntypedStorage) -> int:
+        key = storage.data_ptr()
+        with self._lock:
+            self._sizes.setdefault(key, storage.nbytes())
+            self._change(category, key, +1)
+        return key
+
+    def _change(self, category: str, key: int, change: int) -> None:
+        holders = self._holders.setdefault(key, [0] * len(CATEGORIES))
+        before = _first_held(holders)
+        holders[_RANK_OF_CATEGORY[category]] += change
+        after = _first_held(holders)
+        size = self._sizes[key]
+        if before is not None:
+            self.totals[CATEGORIES[before]] -= size
+        if after is not None:
+            self.totals[CATEGORIES[after]] += size
+        else:
+            del self._holders[key], self._sizes[key]
+        if self.total > sum(self._high.values()):
+            self._high = dict(self.totals)
+
+    def begin(self, stamp: Any) -> None:
+        """Start a step: drop the last one's snapshots and note what is held before the first operation."""
+        with self._lock:
+            self.rows.clear()
+            self._op, self._op_index, self._start = None, 0, stamp
+            self._high = dict(self.totals)
+        self.snapshot(stamp)
+
+    def start(self, op: Op, op_index: int, stamp: Any) -> None:
+        with self._lock:
+            self._op, self._op_index, self._start = op, op_index, stamp
+            self._high = dict(self.totals)
+
+    def snapshot(self, stamp: Any) -> None:
+        """Note what is held now, and what was held at the highest point since the operation started.
+
+        When within the operation that point was is not measured; it is dated to the start.
+        """
+        with self._lock:
+            if sum(self._high.values()) > self.total:
+                self.rows.append((self._op_index, self._start, self._high, self._op))
+            self.rows.append((self._op_index, stamp, dict(self.totals), self._op))
+            self._high = dict(self.totals)
+
+    def memory_rows(self, times_ms: list[float]) -> list[MemoryRow]:
+        """The snapshots as rows, one for each category that changed; `times_ms` has one time a snapshot."""
+        last: dict[str, int] = {}
+        rows = []
+        for (index, _, totals, op), time_ms in zip(self.rows, times_ms, strict=True):
+            for category, size in totals.items():
+                if size != last.get(category, 0) or not last:
+                    rows.append(MemoryRow(self.rank, index, time_ms, category, size, op))
+            last = totals
+        return rows
+
+    def _over_limit(self) -> str:
+        held = ", ".join(f"{name} {size:,} B" for name, size in self.totals.items() if size)
+        return (
+            f"out of memory on rank {self.rank} in {self._op or 'set-up'}: {self.total:,} B held, "
+            f"limit {self.limit_bytes:,} B (held: {held})"
+        )
+
+    def saving(self, category: str) -> torch.autograd.graph.saved_tensors_hooks:
+        """A context in which every tensor that autograd saves is counted in `category` until it is freed."""
+
+        def pack(tensor: torch.Tensor) -> _Saved:
+            return _Saved(self, category, tensor)
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, _Saved.unpack)
+
+
+class _Saved:
+    """A tensor saved for backward. Packed detached, or the graph would hold itself in a circle."""
+
+    __slots__ = ("_category", "_keys", "_ledger", "_tensor", "_version")
+
+    def __init__(self, ledger: Ledger, category: str, tensor: torch.Tensor) -> None:
+        self._tensor = tensor.detach()
+        self._version = tensor._version
+        self._ledger = ledger
+        self._category = category
+        self._keys: list[int] = []
+        self._keys = ledger.hold(category, [self._tensor])
+
+    def unpack(self) -> torch.Tensor:
+        if self._tensor._version != self._version:  # torch checks this only where there are no hooks
+            raise RuntimeError(
+                "a tensor that the backward needs was modified in place after it was saved: "
+                f"shape {tuple(self._tensor.shape)}, version {self._tensor._version} "
+                f"instead of {self._version}. Use the out-of-place form of the operation."
+            )
+        return self._tensor
+
+    def __del__(self) -> None:
+        self._ledger.release(self._category, self._keys)
+
+
+def _first_held(holders: list[int]) -> int | None:
+    return next((index for index, count in enumerate(holders) if count), None)

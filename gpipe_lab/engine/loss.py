@@ -1,0 +1,105 @@
+"""How the losses of micro-batches combine into the loss of the batch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..plan.errors import require
+from .tree import Tree, tensors
+
+LossFn = Callable[[Any, Any], torch.Tensor]
+IGNORED_BY_DEFAULT = -100  # torch's default ignore_index
+
+
+@dataclass(frozen=True)
+class LossRule:
+    """A loss and the weight of a micro-batch in it.
+
+    A mean is weighted by `weight(target, rows)`; where that is None the loss is a sum and every
+    micro-batch counts in full.
+    """
+
+    loss_fn: LossFn
+    weight: Callable[[Tree, int], float] | None
+
+    def scales(self, targets: list[Tree], sizes: tuple[int, ...]) -> list[float]:
+        """What each micro-batch's loss is multiplied by, known before the first backward.
+
+        The scales of a mean add up to 1; a micro-batch without weight has scale 0.
+        """
+        if self.weight is None:
+            return [1.0] * len(targets)
+        weights = [float(self.weight(t, n)) for t, n in zip(targets, sizes, strict=True)]
+        total = sum(weights)
+        return [w / total if total else 0.0 for w in weights]
+
+
+def read_loss(
+    loss_fn: LossFn,
+    *,
+    loss_weight: Callable[[Tree], float] | None = None,
+    loss_reduction: str | None = None,
+) -> LossRule:
+    """Find out how `loss_fn(output, target)` averages.
+
+    A mean over rows unless told otherwise: `loss_weight` gives the weight of a target,
+    `loss_reduction="sum"` says that losses add up. torch's losses are read: their reduction,
+    `ignore_index` and class weights. Raises `InputError` for what cannot be combined.
+    """
+    require(
+        callable(loss_fn), "loss_fn is a function of (output, target)", got=repr(loss_fn), where="loss_fn"
+    )
+    options = _torch_options(loss_fn)
+    reduction = loss_reduction or options.get("reduction", "mean")
+    require(
+        reduction in ("mean", "sum", "batchmean"),
+        'a loss is one number: reduction "mean" or "sum"',
+        got=f"reduction={reduction!r}",
+        where="loss_fn",
+        remedy='reduction="mean"',
+    )
+    if reduction == "sum":
+        return LossRule(loss_fn, None)
+    if loss_weight is not None:
+        return LossRule(loss_fn, lambda target, rows: loss_weight(target))
+    if "ignore_index" in options:
+        return LossRule(
+            loss_fn, functools.partial(_class_weight, options["ignore_index"], options.get("weight"))
+        )
+    return LossRule(loss_fn, _rows)
+
+
+def _rows(target: Tree, rows: int) -> float:
+    return rows
+
+
+def _class_weight(ignore_index: int, class_weights: torch.Tensor | None, target: Tree, rows: int) -> float:
+    """The denominator of torch's mean: counted targets, or the sum of their class weights."""
+    (classes,) = tensors(target)
+    if classes.is_floating_point():  # class probabilities: the mean is over rows
+        return rows
+    counted = classes[classes != ignore_index]
+    if class_weights is None:
+        return counted.numel()
+    return class_weights.to(counted.device)[counted].sum().item()
+
+
+def _torch_options(loss_fn: LossFn) -> dict[str, Any]:
+    """reduction, ignore_index and weight of a torch loss (module, function or partial of one)."""
+    names = ("reduction", "ignore_index", "weight")
+    if isinstance(loss_fn, torch.nn.Module):
+        return {name: getattr(loss_fn, name) for name in names if hasattr(loss_fn, name)}
+    given: dict[str, Any] = {}
+    function: Any = loss_fn
+    while isinstance(function, functools.partial):
+        given = {**function.keywords, **given}
+        function = function.func
+    if function in (F.cross_entropy, F.nll_loss):
+        given.setdefault("ignore_index", IGNORED_BY_DEFAULT)
+    return {name: value for name, value in given.items() if name in names}

@@ -1,0 +1,159 @@
+"""The part of a pipeline that lives on one rank: its stages, their gradients and their optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..plan.ops import Kind, Op
+from ..plan.trace import COMPUTE_LANE, Event
+from .executor import Board, Executor, RankResult, StepJob
+from .gradients import GradientBook
+from .ledger import Ledger
+from .links import Links
+from .loss import LossFn
+from .seeding import init_seed
+from .stage import Stage
+from .streams import Device
+
+Layer = nn.Module | Callable[[], nn.Module]  # a factory builds its layer where it is to live
+NamedParameters = list[tuple[str, nn.Parameter]]
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """Consecutive layers of a model: `names` as in the whole model, `first_layer` counted over it."""
+
+    index: int
+    first_layer: int
+    names: tuple[str, ...]
+    layers: tuple[Layer, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineSpec:
+    """What a rank builds its part from."""
+
+    stages: tuple[StageSpec, ...]
+    loss_fn: LossFn | None = None
+    optimizer: Callable[[NamedParameters], torch.optim.Optimizer] | None = None
+    scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
+    max_norm: float | None = None
+    seed: int = 0
+    limit_bytes: int | None = None
+
+
+class RankPipeline:
+    """Stages with weights that stay from step to step."""
+
+    def __init__(self, rank: int, spec: PipelineSpec, device: Device, board: Board) -> None:
+        self.rank = rank
+        self.spec = spec
+        self.device = device
+        self.ledger = Ledger(rank, limit_bytes=spec.limit_bytes)
+        self.stages = {s.index: self._build(s) for s in spec.stages}
+        self.names = {s.index: s.names for s in spec.stages}
+        self.parameters = dict(self._named(lambda layer: layer.named_parameters()))
+        self.gradients = GradientBook(self.parameters, self.ledger)
+        loss_fn = (
+            spec.loss_fn.to(device.torch_device) if isinstance(spec.loss_fn, nn.Module) else spec.loss_fn
+        )
+        self.executor = Executor(rank, self.stages, device, self.ledger, board, self.gradients, loss_fn)
+        trained = [(name, p) for name, p in self.parameters.items() if p.requires_grad]
+        self.optimizer = spec.optimizer(trained) if spec.optimizer is not None and trained else None
+        has_scheduler = spec.scheduler is not None and self.optimizer is not None
+        self.scheduler = spec.scheduler(self.optimizer) if has_scheduler else None  # type: ignore[misc, arg-type]
+        self._optimizer_keys: list[int] = []
+        self._gradients_are_used = False
+
+    def _build(self, spec: StageSpec) -> Stage:
+        layers = []
+        for position, layer in enumerate(spec.layers):
+            if not isinstance(layer, nn.Module):
+                self.device.seed(init_seed(self.spec.seed, spec.first_layer + position))
+                layer = layer()
+            layers.append(layer)
+        return Stage(spec.index, layers, spec.first_layer, self.device, self.ledger)
+
+    def _named(self, of: Callable[[nn.Module], Iterable[tuple[str, Any]]]) -> Iterable[tuple[str, Any]]:
+        """Everything `of` yields for the layers here, under whole-model names."""
+        for index, stage in self.stages.items():
+            for prefix, layer in zip(self.names[index], stage.layers, strict=True):
+                yield from ((f"{prefix}.{name}", value) for name, value in of(layer))
+
+    def step(self, job: StepJob, links: Links, *, update: bool) -> tuple[RankResult, float, float]:
+        """One training step; the result, the loss of the whole batch and the norm of all gradients.
+
+        With `update` the optimizer steps, and the next step starts from zeroed gradients; without, gradients
+        add up over steps. All ranks start together and all know the loss.
+        """
+        if self._gradients_are_used:
+            self.zero_grad()
+        self.gradients.begin()
+        _meet()
+        result = self.executor.run(job, links)
+        self.gradients.end()
+        loss = sum(job.scales[m] * loss for m, loss in result.losses.items())
+        loss, squared_norm = _sum_over_ranks([loss, self.gradients.squared_norm()])
+        if update:
+            result.events.append(self._update(squared_norm**0.5))
+        return result, loss, squared_norm**0.5
+
+    def _update(self, norm: float) -> Event:
+        start = self.device.stamp()
+        if self.spec.max_norm is not None:
+            self.gradients.scale(min(1.0, self.spec.max_norm / (norm + 1e-6)))  # as clip_grad_norm_
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self._count_optimizer()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self._gradients_are_used = True
+        started, ended = self.device.times([start, self.device.stamp()])
+        return Event(self.rank, COMPUTE_LANE, Op(Kind.STEP, min(self.stages), 0), started, ended)
+
+    def _count_optimizer(self) -> None:
+        assert self.optimizer is not None
+        self.ledger.release("optimizer", self._optimizer_keys)
+        state = [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+        self._optimizer_keys = self.ledger.hold("optimizer", state)
+
+    def evaluate(self, job: StepJob, links: Links) -> tuple[RankResult, float]:
+        """A forward-only step without gradients; the result and the loss of the batch (0 without targets)."""
+        _meet()
+        result = self.executor.run(job, links)
+        scales = job.scales or (0.0,) * len(job.sizes)
+        (loss,) = _sum_over_ranks([sum(scales[m] * loss for m, loss in result.losses.items())])
+        return result, loss
+
+    def zero_grad(self) -> None:
+        self.gradients.zero()
+        self._gradients_are_used = False
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Weights and buffers of the stages here, under whole-model names, on the CPU."""
+        entries = self._named(lambda layer: layer.state_dict().items())
+        return {name: value.detach().cpu().clone() for name, value in entries}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Load the entries that belong to the stages here; raises `RuntimeError` where one is missing."""
+        for index, stage in self.stages.items():
+            for prefix, layer in zip(self.names[index], stage.layers, strict=True):
+                start = f"{prefix}."
+                layer.load_state_dict({k[len(start) :]: v for k, v in state.items() if k.startswith(start)})
+
+
+def _meet() -> None:
+    """Wait until all ranks are here. A sum over host tensors, so that it goes over gloo everywhere."""
+    dist.all_reduce(torch.zeros(1))
+
+
+def _sum_over_ranks(values: list[float]) -> list[float]:
+    total = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(total)
+    return total.tolist()

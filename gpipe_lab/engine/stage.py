@@ -1,0 +1,263 @@
+"""The forward, backward and recompute of one stage, one micro-batch at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from .ledger import Ledger
+from .seeding import layer_seed
+from .streams import Device
+from .tree import Tree, flatten, map_tensors, tensors, unflatten
+
+
+class _Entry(torch.autograd.Function):
+    """Where a stage's graph begins: its input as tensors of the graph, its gradient caught on the way out.
+
+    The graph does not keep the input alive unless an operation saves it, and a first layer may modify it
+    in place, which autograd forbids for leaves.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, entry: Entry, inputs: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.entry = entry
+        return tuple(t.data for t in inputs)  # .data: an alias that autograd does not take for a view
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None, None]:
+        ctx.entry.gradients = list(gradients)
+        return None, None, None
+
+
+class Entry:
+    """The gradients of those input tensors that need one: zeros unless the backward gives others."""
+
+    def __init__(self, inputs: list[torch.Tensor]) -> None:
+        self._like = [(t.shape, t.dtype, t.device) for t in inputs]
+        self.gradients: list[torch.Tensor | None] = [None] * len(inputs)
+
+    def filled(self) -> list[torch.Tensor]:
+        return [
+            torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
+            for gradient, (shape, dtype, device) in zip(self.gradients, self._like, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """What one segment's backward starts from and ends at.
+
+    roots pairs gradient edges, not tensors, with the index of the output gradient each takes: an edge
+    does not keep its tensor's memory. A loss stands in place of that index as its own dtype.
+    """
+
+    roots: tuple[tuple[Any, int | torch.dtype], ...]
+    entry: Entry | None
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What a forward depends on besides its input."""
+
+    seed: int = 0
+    step: int = 0
+    training: bool = True
+    gradients: bool = True
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The loss of one micro-batch: its target, and what its loss is multiplied by for the backward."""
+
+    loss_fn: Callable[[Any, Any], torch.Tensor]
+    target: Tree
+    scale: float
+
+
+@dataclass
+class Held:
+    """What a stage keeps of a micro-batch between its forward and its backward.
+
+    segments has the positions of the layers of each segment: one segment unless checkpointing cuts more.
+    boundaries are the kept inputs of segments, with what the ledger is to release.
+    """
+
+    step: StepContext
+    objective: Objective | None
+    needs_gradient: list[bool]
+    segments: Sequence[range]
+    graphs: dict[int, Graph] = field(default_factory=dict)
+    boundaries: dict[int, tuple[Tree, list[int]]] = field(default_factory=dict)
+    gradients: list[torch.Tensor] = field(default_factory=list)  # of the segment whose backward ran last
+
+
+@dataclass(frozen=True)
+class StageOutput:
+    """A stage's result: the tensors that go on, which of them need a gradient, and the loss at the end."""
+
+    tree: Tree
+    needs_gradient: list[bool]
+    loss: torch.Tensor | None = None
+
+
+class Stage:
+    """Consecutive layers of a model on one device.
+
+    `first_layer` counts over the whole model; with it random numbers are keyed. A stage knows nothing of
+    ranks, messages or schedules: it is given inputs and gradients and gives outputs and gradients.
+    """
+
+    def __init__(
+        self, index: int, layers: Sequence[nn.Module], first_layer: int, device: Device, ledger: Ledger
+    ) -> None:
+        self.index = index
+        self.layers = nn.ModuleList(layers).to(device.torch_device)
+        self.first_layer = first_layer
+        self.device = device
+        self.ledger = ledger
+        self._held: dict[int, Held] = {}
+        self._anchor = torch.empty(0, requires_grad=True, device=device.torch_device)
+        ledger.hold("parameters", self.layers.parameters())
+        ledger.hold("buffers", self.layers.buffers())
+
+    def forward(
+        self,
+        microbatch: int,
+        inputs: Tree,
+        needs_gradient: list[bool],
+        step: StepContext,
+        *,
+        objective: Objective | None = None,
+        segments: Sequence[range] | None = None,
+    ) -> StageOutput:
+        """Run a micro-batch forward.
+
+        needs_gradient has one flag for each tensor of `inputs`. With `segments` only each segment's input
+        is kept, to be recomputed from; without, everything the backward needs.
+        """
+        if not step.gradients:
+            with torch.no_grad():
+                output = self._run(self._all, microbatch, inputs, step)
+                return self._finish(output, [False] * len(tensors(output)), objective)
+        held = Held(step, objective, needs_gradient, segments or [self._all])
+        self._held[microbatch] = held
+        if segments is None:
+            return self._with_graph(microbatch, 0, inputs, needs_gradient, "saved")
+        with torch.no_grad():
+            value = inputs
+            for segment, layers in enumerate(segments):
+                held.boundaries[segment] = value, self.ledger.hold("boundary", tensors(value))
+                shielded = map_tensors(torch.clone, value)  # a layer that works in place must not reach it
+                value = self._run(layers, microbatch, shielded, step)
+            return self._finish(value, self._flags(value, needs_gradient), objective)
+
+    def recompute(self, microbatch: int, segment: int) -> None:
+        """Run one segment forward again from its kept input, this time saving what its backward needs."""
+        held = self._held[microbatch]
+        inputs, _ = held.boundaries[segment]
+        flags = held.needs_gradient if segment == 0 else self._flags(inputs, held.needs_gradient)
+        self._with_graph(microbatch, segment, inputs, flags, "recomputed")
+
+    def backward(
+        self, microbatch: int, segment: int = 0, gradients: list[torch.Tensor] | None = None
+    ) -> list[torch.Tensor]:
+        """Run one segment's backward; gradients of weights accumulate in `.grad`.
+
+        gradients has one entry per output tensor that needs one, for the segment that runs first; the
+        others go on from there, and the last stage starts from its loss. Returns the gradients of the
+        input tensors that need one.
+        """
+        held = self._held[microbatch]
+        graph = held.graphs.pop(segment)
+        incoming = held.gradients if gradients is None else gradients
+        edges, given = [], []
+        for edge, takes in graph.roots:
+            if isinstance(takes, torch.dtype):
+                assert held.objective is not None
+                edges.append(edge)
+                given.append(torch.full((), held.objective.scale, dtype=takes, device=self._anchor.device))
+            elif incoming:  # a loss without weight gives no gradients
+                edges.append(edge)
+                given.append(incoming[takes])
+        if edges:
+            torch.autograd.backward(edges, given)
+        held.gradients = [] if graph.entry is None else graph.entry.filled()
+        _, keys = held.boundaries.pop(segment, (None, []))
+        self.ledger.release("boundary", keys)
+        if segment == 0:
+            del self._held[microbatch]
+        return held.gradients
+
+    def reset(self) -> None:
+        """Forget the micro-batches of a step."""
+        self._held.clear()
+
+    @property
+    def _all(self) -> range:
+        return range(len(self.layers))
+
+    def _with_graph(
+        self, microbatch: int, segment: int, inputs: Tree, flags: list[bool], category: str
+    ) -> StageOutput:
+        held = self._held[microbatch]
+        objective = held.objective if segment == len(held.segments) - 1 else None
+        with torch.enable_grad(), self.ledger.saving(category):
+            entered, entry = self._enter(inputs, flags)
+            output = self._run(held.segments[segment], microbatch, entered, held.step)
+            result = self._finish(output, self._flags(output, flags), objective)
+        held.graphs[segment] = Graph(_roots(result), entry)
+        loss = None if result.loss is None else result.loss.detach()
+        return StageOutput(map_tensors(torch.Tensor.detach, output), result.needs_gradient, loss)
+
+    def _enter(self, inputs: Tree, flags: list[bool]) -> tuple[Tree, Entry | None]:
+        leaves, spec = flatten(inputs)
+        positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        wanted = [i for i, needed in zip(positions, flags, strict=True) if needed]
+        if not wanted:
+            return inputs, None
+        entry = Entry([leaves[i] for i in wanted])
+        entered = _Entry.apply(self._anchor, entry, [leaves[i] for i in wanted])
+        for i, tensor in zip(wanted, entered, strict=True):
+            leaves[i] = tensor
+        return unflatten(leaves, spec), entry
+
+    def _run(self, layers: range, microbatch: int, value: Tree, step: StepContext) -> Tree:
+        self.layers.train(step.training)
+        for position in layers:
+            self.device.seed(layer_seed(step.seed, step.step, self.first_layer + position, microbatch))
+            value = self.layers[position](value)
+        return value
+
+    def _finish(self, output: Tree, flags: list[bool], objective: Objective | None) -> StageOutput:
+        if objective is None or objective.scale == 0.0:
+            return StageOutput(output, flags)
+        loss = objective.loss_fn(output, objective.target)
+        if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+            got = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise TypeError(
+                f"rule:   a loss is one number, a tensor of shape ()\ngot:    {got}\nwhere:  loss_fn\n"
+                "remedy: return the mean over the rows"
+            )
+        return StageOutput(output, flags, loss)
+
+    def _flags(self, tree: Tree, input_flags: list[bool]) -> list[bool]:
+        """Which tensors of a result get a gradient: the same answer with and without checkpointing.
+
+        A floating-point tensor does if anything before it in the pipeline trains.
+        """
+        trains = any(input_flags) or any(p.requires_grad for p in self.layers.parameters())
+        return [trains and (t.is_floating_point() or t.is_complex()) for t in tensors(tree)]
+
+
+def _roots(result: StageOutput) -> tuple[tuple[Any, int | torch.dtype], ...]:
+    edge = torch.autograd.graph.get_gradient_edge
+    if result.loss is not None:
+        return ((edge(result.loss), result.loss.dtype),) if result.loss.requires_grad else ()
+    flagged = [t for t, needed in zip(tensors(result.tree), result.needs_gradient, strict=True) if needed]
+    return tuple((edge(t), index) for index, t in enumerate(flagged) if t.requires_grad)

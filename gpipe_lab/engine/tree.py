@@ -1,0 +1,69 @@
+"""Nested values (tuples, named tuples, lists, dicts) seen as a flat list of leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Tree = Any  # a tensor, or any nesting of tuples, lists and dicts of tensors and constants
+
+
+@dataclass(frozen=True)
+class TreeSpec:
+    """A nesting without its leaves; keys are those of a dict."""
+
+    container: Any = None  # a class, or None for a leaf
+    keys: tuple[Any, ...] = ()
+    children: tuple[TreeSpec, ...] = ()
+
+    def __str__(self) -> str:
+        if self.container is None:
+            return "*"
+        names = [f"{key!r}: " for key in self.keys] or [""] * len(self.children)
+        inside = ", ".join(f"{name}{child}" for name, child in zip(names, self.children, strict=True))
+        return f"{self.container.__name__}({inside})"
+
+
+LEAF = TreeSpec()
+
+
+def flatten(tree: Tree) -> tuple[list[Any], TreeSpec]:
+    """(leaves, what is needed to put them together again)."""
+    if isinstance(tree, dict):
+        keys, values = tuple(tree), list(tree.values())
+    elif isinstance(tree, list | tuple):
+        keys, values = (), list(tree)
+    else:
+        return [tree], LEAF
+    parts = [flatten(value) for value in values]
+    leaves = [leaf for part, _ in parts for leaf in part]
+    return leaves, TreeSpec(type(tree), keys, tuple(spec for _, spec in parts))
+
+
+def unflatten(leaves: list[Any], spec: TreeSpec) -> Tree:
+    """The nesting that `flatten` took apart, with these leaves."""
+    return _build(iter(leaves), spec)
+
+
+def _build(leaves: Iterator[Any], spec: TreeSpec) -> Tree:
+    if spec.container is None:
+        return next(leaves)
+    values = [_build(leaves, child) for child in spec.children]
+    if issubclass(spec.container, dict):
+        return spec.container(zip(spec.keys, values, strict=True))
+    if hasattr(spec.container, "_make"):  # a named tuple takes its fields one by one
+        return spec.container._make(values)
+    return spec.container(values)
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], tree: Tree) -> Tree:
+    """The same nesting with `function` applied to every tensor."""
+    leaves, spec = flatten(tree)
+    return unflatten([function(x) if isinstance(x, torch.Tensor) else x for x in leaves], spec)
+
+
+def tensors(tree: Tree) -> list[torch.Tensor]:
+    return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
