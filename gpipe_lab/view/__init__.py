@@ -1,0 +1,1 @@
+"""Pictures and panels. Nothing else imports this folder; it takes schedules, traces and memory reports."""

@@ -1,0 +1,260 @@
+"""Gantt charts: one trace with the memory beneath it, a schedule in unit time, and several traces at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
+
+from ..plan.errors import require
+from ..plan.memory import MemoryReport, Moment
+from ..plan.ops import Kind
+from ..plan.schedule import Schedule
+from ..plan.simulate import Costs, simulate
+from ..plan.trace import Event, Trace
+from .cells import (
+    ONE_ROW_A_RANK,
+    Rows,
+    busy_shares,
+    draw_arrows,
+    draw_cells,
+    dress,
+    label_bubble,
+    looks_in,
+    wants_arrows,
+)
+from .memory import categories_in, chosen_ranks, draw_memory, memory_legend, peaks_text
+from .picture import Picture, Sheet
+from .style import CURVES, INK, SOFT, Line, join, look, number, percent
+
+
+def plot_trace(
+    trace: Trace,
+    memory: MemoryReport | None = None,
+    *,
+    title: str | None = None,
+    arrows: bool | str = "auto",
+    memory_ranks: Sequence[int] | None = None,
+    row_names: Sequence[str] | None = None,
+    notes: Sequence[str] | None = None,
+    kind_names: Mapping[Kind, str] | None = None,
+    unit: str = "ms",
+    until_ms: float | None = None,
+    rows_height: float | None = None,
+) -> Picture:
+    """What every rank did when: a Gantt chart, with the memory on the same time axis where given.
+
+    Ranks go from top to bottom, time from left to right in ms. `arrows`: messages from send to receive,
+    "auto" leaves them out where they are dense. `memory_ranks`: whose memory is drawn; all up to four
+    ranks, else the first, the last and the one that peaks highest. `row_names` and `notes` stand left
+    and right of the rows, `kind_names` in the legend. `until_ms` fixes the end of the time axis and
+    `rows_height` (inches) the height of the chart, so that pictures compare. `unit` names the time axis.
+    """
+    shown = chosen_ranks(memory, memory_ranks) if memory is not None else ()
+    categories = categories_in(memory, shown) if memory is not None else ()
+    names = row_names or [f"rank {rank}" for rank in range(trace.num_ranks)]
+    require(
+        len(names) == trace.num_ranks and (notes is None or len(notes) == trace.num_ranks),
+        "row_names and notes have one entry per rank",
+        got=f"{len(names)} names for {trace.num_ranks} ranks",
+        where="plot_trace",
+    )
+    facts = _facts(trace, unit)
+    with look():
+        sheet = Sheet(
+            [rows_height or _rows_height(trace.num_ranks), *[0.62] * len(shown)],
+            headline=title or _what(trace),
+            subtitle=join([_what(trace) if title else "", facts]),
+            legends=[
+                looks_in([trace], kind_names),
+                *([memory_legend(categories, memory)] if memory is not None else []),
+            ],
+            legend_above=[0, 1] if memory is not None else [0],
+            left=_left(names),
+            right=0.15 if notes is None else 0.3 + 0.062 * max(16, *map(len, notes)),
+        )
+        gantt, *panels = sheet.axes
+        until = until_ms or _until(trace)
+        per_ms = sheet.inner_points / until
+        gantt.set_ylim(trace.num_ranks - 0.5, -0.5)
+        dress(gantt, rows=dict(enumerate(names)), until=until, unit=unit, last=not shown)
+        draw_cells(gantt, trace, points_per_ms=per_ms)
+        if wants_arrows(trace, arrows):
+            draw_arrows(gantt, trace)
+        label_bubble(gantt, trace, points_per_ms=per_ms)
+        for rank, note in enumerate(notes or ()):
+            gantt.annotate(
+                note,
+                (1, rank),
+                xycoords=("axes fraction", "data"),
+                xytext=(6, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=8,
+                color=SOFT,
+            )
+        if memory is not None:
+            draw_memory(panels, memory, shown, categories, until=until, unit=unit, names=names)
+            for rank in shown:
+                _outline(gantt, cause(trace, rank, memory.peak(rank)), ONE_ROW_A_RANK)
+    sheet.picture.alt = _describe(trace, names, facts) + (peaks_text(memory, shown) if memory else "")
+    return sheet.picture
+
+
+def plot_schedule(schedule: Schedule, costs: Costs | None = None, *, title: str | None = None) -> Picture:
+    """A schedule laid out by the simulator; without `costs` every operation takes one unit of time."""
+    trace = simulate(schedule, costs or UNIT_COSTS)
+    return plot_trace(trace, title=title, unit="slots" if costs is None else "ms")
+
+
+UNIT_COSTS = Costs(forward=1.0, backward=1.0, backward_input=1.0, backward_weight=1.0, recompute=1.0)
+
+
+def plot_overlay(
+    traces: Sequence[Trace],
+    labels: Sequence[str] | None = None,
+    *,
+    title: str | None = None,
+    by: str = "rank",
+    unit: str = "ms",
+) -> Picture:
+    """Several traces (predicted, simulated, measured) on one time axis, each one's end as a line.
+
+    `by="rank"` puts the rows of one rank together, `by="trace"` draws one chart beneath the other.
+    """
+    labels = [trace.source for trace in traces] if labels is None else list(labels)
+    require(
+        0 < len(traces) == len(labels),
+        "an overlay takes at least one trace, and one label for each",
+        got=f"{len(traces)} traces and {len(labels)} labels",
+        where="plot_overlay",
+    )
+    require(by in ("rank", "trace"), 'by is "rank" or "trace"', got=repr(by), where="plot_overlay")
+    num_ranks = max(trace.num_ranks for trace in traces)
+    rows, place, names = _grouped(num_ranks, labels, by)
+    ends = [Line(f"end of {label}", _dashes(index)) for index, label in enumerate(labels)]
+    until = 1.005 * max(_until(trace) for trace in traces)
+    with look():
+        sheet = Sheet(
+            [min(0.2 * len(names), 7.0) + 0.1],
+            headline=title or f"{_what(traces[0])}: {_listed(labels)} on one time axis",
+            subtitle=join(
+                f"{label}: {number(trace.makespan_ms)} {unit}, bubble {percent(trace.bubble_fraction)}"
+                for label, trace in zip(labels, traces, strict=True)
+            ),
+            legends=[[*looks_in(traces), *ends]],
+            left=_left(names),
+        )
+        (axes,) = sheet.axes
+        axes.set_ylim(max(place.values()) + 0.6, -0.6)
+        dress(axes, rows=dict(zip(place.values(), names, strict=True)), until=until, unit=unit)
+        for index, trace in enumerate(traces):
+            draw_cells(axes, trace, rows[index], points_per_ms=sheet.inner_points / until)
+            end = trace.start_ms + trace.makespan_ms
+            axes.axvline(end, color=INK, linestyle=_dashes(index), linewidth=1.1, zorder=6)
+    sheet.picture.alt = f"Gantt charts on one time axis. {_what(traces[0])}. " + " ".join(
+        f"{label} ({trace.source}): makespan {number(trace.makespan_ms)} {unit}, "
+        f"bubble {percent(trace.bubble_fraction)}."
+        for label, trace in zip(labels, traces, strict=True)
+    )
+    return sheet.picture
+
+
+def _dashes(index: int) -> Any:
+    return CURVES[index % len(CURVES)][1]
+
+
+def _grouped(
+    num_ranks: int, labels: Sequence[str], by: str
+) -> tuple[list[Rows], dict[tuple[int, int], float], list[str]]:
+    """Rows for each trace, the place of every (trace, rank), and the names of the places in order."""
+    count = len(labels)
+    place: dict[tuple[int, int], float] = {}
+    if by == "rank":
+        for rank in range(num_ranks):
+            for index in range(count):
+                place[index, rank] = rank * (count + 0.45) + index
+        names = [
+            f"rank {rank}   {label}" if index == 0 else label
+            for rank in range(num_ranks)
+            for index, label in enumerate(labels)
+        ]
+    else:
+        for index in range(count):
+            for rank in range(num_ranks):
+                place[index, rank] = index * (num_ranks + 0.6) + rank
+        names = [
+            f"{label}   rank {rank}" if rank == 0 else f"rank {rank}"
+            for label in labels
+            for rank in range(num_ranks)
+        ]
+
+    def rows(index: int) -> Rows:
+        return Rows(lambda rank: place[index, rank], 0.84)
+
+    return [rows(index) for index in range(count)], place, names
+
+
+def cause(trace: Trace, rank: int, moment: Moment) -> Event | None:
+    """The computation of `trace` after which `rank` held what it held at `moment`."""
+    mine = [e for e in trace.computations if e.rank == rank]
+    named = next((e for e in mine if e.op == moment.op), None)
+    before = [e for e in mine if e.start_ms <= moment.time_ms]
+    return named or max(before, key=lambda e: e.start_ms, default=None)
+
+
+def _outline(axes: Axes, event: Event | None, rows: Rows) -> None:
+    if event is None:
+        return
+    corner = (event.start_ms, rows.middle(event.rank) - rows.height / 2)
+    axes.add_patch(
+        Rectangle(corner, event.duration_ms, rows.height, fill=False, edgecolor=INK, linewidth=2.0, zorder=7)
+    )
+
+
+def _rows_height(num_ranks: int) -> float:
+    return max(0.55, num_ranks * (0.44 if num_ranks <= 4 else 0.34 if num_ranks <= 8 else 0.24))
+
+
+def _until(trace: Trace) -> float:
+    return (trace.start_ms + trace.makespan_ms) or 1.0
+
+
+def _left(names: Sequence[str]) -> float:
+    return max(0.5, 0.2 + 0.073 * max(map(len, names)))
+
+
+def _listed(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1]
+
+
+def _what(trace: Trace) -> str:
+    """Schedule, P and M."""
+    schedule = trace.schedule
+    if schedule is None:
+        return f"P = {trace.num_ranks}"
+    name = schedule.name
+    stages = f" ({schedule.num_stages} stages)" if schedule.num_stages != schedule.num_ranks else ""
+    return f"{name}, P = {schedule.num_ranks}{stages}, M = {schedule.num_microbatches}"
+
+
+def _facts(trace: Trace, unit: str) -> str:
+    """Provenance, device, makespan, bubble; the useful share where recompute makes it differ."""
+    bubble, useful = trace.bubble_fraction, trace.useful_fraction
+    return join(
+        [
+            trace.source + (f" on {trace.device}" if trace.device else ""),
+            f"makespan {number(trace.makespan_ms)} {unit}",
+            f"bubble {percent(bubble)}",
+            f"useful {percent(useful)}" if abs(1 - bubble - useful) > 1e-9 else "",
+            f"{trace.overran} operations overran their pace" if trace.overran else "",
+        ]
+    )
+
+
+def _describe(trace: Trace, names: Sequence[str], facts: str) -> str:
+    shares = zip(names, busy_shares(trace), strict=True)
+    busy = ", ".join(f"{name} {percent(share)}" for name, share in shares)
+    return f"Gantt chart. {_what(trace)}; {facts.replace(' · ', '; ')}. Busy: {busy}. "

@@ -1,0 +1,216 @@
+"""The numbers behind the pictures: one small table, and where the difference from the simulation went."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING
+
+from ..plan import formulas
+from ..plan.errors import require
+from ..plan.ops import Kind, Op
+from ..plan.schedule import Schedule
+from ..plan.simulate import costs_of, replay, simulate
+from ..plan.trace import PACED, Trace
+from .style import number
+
+if TYPE_CHECKING:
+    import pandas
+
+ROWS = ("makespan (ms)", "bubble (%)", "useful (%)", "peak in flight")
+
+
+def summary_table(
+    simulated: Trace, measured: Trace | Sequence[Trace] | None = None, *, predicted: bool = True
+) -> pandas.DataFrame:
+    """Makespan, bubble, useful share and peak in flight (highest rank): predicted, simulated, measured.
+
+    "predicted" holds the closed forms with the simulated trace's times; it is empty where they do not
+    apply (unequal stages, a schedule without a formula). With several measured traces the median
+    stands beside the lowest and highest.
+    """
+    import pandas
+
+    columns: dict[str, Sequence[float | None]] = {}
+    if predicted:
+        columns["predicted"] = _predicted(simulated)
+    columns["simulated"] = _observed(simulated)
+    runs = [measured] if isinstance(measured, Trace) else list(measured or ())
+    if runs:
+        observed = list(zip(*(_observed(run) for run in runs), strict=True))
+        columns[runs[0].source] = [median(row) for row in observed]
+        if len(runs) > 1:
+            columns["lowest"] = [min(row) for row in observed]
+            columns["highest"] = [max(row) for row in observed]
+    return pandas.DataFrame(columns, index=list(ROWS), dtype=float).round(2)
+
+
+def _observed(trace: Trace) -> list[float]:
+    return [
+        trace.makespan_ms,
+        100 * trace.bubble_fraction,
+        100 * trace.useful_fraction,
+        float(max(held_at_once(trace), default=0)),
+    ]
+
+
+def held_at_once(trace: Trace) -> tuple[int, ...]:
+    """The most micro-batches each rank held between forward and backward, read from the events."""
+    schedule = trace.schedule
+    peaks = []
+    for rank in range(trace.num_ranks):
+        changes = []
+        for e in trace.computations:
+            if e.rank != rank or schedule is None or not schedule.trains or e.op.segment:
+                continue
+            split = Op(Kind.W, e.op.stage, e.op.microbatch) in schedule.rank_of
+            if e.op.kind is Kind.F:
+                changes.append((e.end_ms, 1))
+            elif e.op.kind is (Kind.W if split else Kind.B):
+                changes.append((e.end_ms, -1))
+        held = highest = 0
+        for _, change in sorted(changes):
+            held += change
+            highest = max(highest, held)
+        peaks.append(highest)
+    return tuple(peaks)
+
+
+def _predicted(trace: Trace) -> list[float | None]:
+    """The closed forms, where they hold."""
+    schedule = trace.schedule
+    assert schedule is not None, "a trace carries its schedule"
+    p, m = schedule.num_stages, schedule.num_microbatches
+    times = _equal_times(trace)
+    recomputed = sum(op.kind is Kind.R and op.segment == 0 for op in schedule.rank_of)
+    applies = (
+        times is not None
+        and schedule.name in ("naive", "gpipe", "one_f_one_b", "forward_only")
+        and schedule.num_ranks == p
+        and not any(op.kind in (Kind.I, Kind.W) for op in schedule.rank_of)
+        and (recomputed == 0 or (recomputed == p * m and schedule.recompute_waits))
+    )
+    if not applies or times is None:
+        return [None] * len(ROWS)
+    forward, backward, recompute = times
+    naive = schedule.name == "naive"
+    makespan = (formulas.naive_ms if naive else formulas.pipeline_ms)(p, m, forward, backward + recompute)
+    bubble = formulas.bubble_fraction(p, 1 if naive else m)
+    useful = (1 - bubble) * (forward + backward) / (forward + backward + recompute)
+    peak = max(formulas.peak_in_flight(schedule.name, p, m, stage) for stage in range(p))
+    return [makespan, 100 * bubble, 100 * useful, float(peak)]
+
+
+def _equal_times(trace: Trace) -> tuple[float, float, float] | None:
+    """Forward, backward and recompute time in ms, if no stage and no micro-batch differs."""
+    costs = costs_of(trace)
+    times = []
+    for cost in (costs.forward, costs.backward, costs.recompute):
+        per_stage = [0.0] if cost is None else [cost] if isinstance(cost, int | float) else list(cost)
+        if max(per_stage) - min(per_stage) > 1e-9 * max(1.0, max(per_stage)):
+            return None
+        times.append(float(per_stage[0]))
+    return times[0], times[1], times[2]
+
+
+@dataclass(frozen=True)
+class ErrorExplained:
+    """Measured minus simulated makespan, split into parts that add up to it. Prints as one line."""
+
+    measured_ms: float
+    simulated_ms: float
+    parts_ms: dict[str, float]
+    note: str = ""
+
+    def __str__(self) -> str:
+        gap = self.measured_ms - self.simulated_ms
+        share = f" ({100 * gap / self.simulated_ms:+.1f} %)" if self.simulated_ms else ""
+        parts = ", ".join(f"{name} {value:+.1f}" for name, value in self.parts_ms.items())
+        return (
+            f"error explained: measured {number(self.measured_ms)} ms − simulated "
+            f"{number(self.simulated_ms)} ms = {gap:+.1f} ms{share}: {parts}"
+            + (f"; {self.note}" if self.note else "")
+        )
+
+    __repr__ = __str__
+
+    def frame(self) -> pandas.DataFrame:
+        """One row a part: ms, and per cent of the simulated makespan."""
+        import pandas
+
+        values = {**self.parts_ms, "total": self.measured_ms - self.simulated_ms}
+        scale = 100 / self.simulated_ms if self.simulated_ms else 0.0
+        return pandas.DataFrame(
+            {"ms": list(values.values()), "% of simulated": [v * scale for v in values.values()]},
+            index=list(values),
+        ).round(2)
+
+
+@dataclass(frozen=True)
+class _Times:
+    """Each computation with a given time; messages take none."""
+
+    times: dict[Op, float]
+
+    def duration_ms(self, op: Op, schedule: Schedule) -> float:
+        return self.times.get(op, 0.0)
+
+    def delay_ms(self, op: Op, schedule: Schedule) -> float:
+        return 0.0
+
+
+def explain_error(measured: Trace, simulated: Trace) -> ErrorExplained:
+    """Where the measured makespan's difference from the simulated one comes from, in ms.
+
+    Schedules are laid out again with the measured times of the operations, one cause at a time, so the
+    parts add up to the difference: computation (the typical operation is slower or faster than assumed),
+    imbalance (operations differ from the typical one), pace missed (operations of a paced run that took
+    longer than their pace), and communication and launch (waiting that the operations' own times do not
+    explain).
+    """
+    require(
+        measured.schedule is not None and simulated.schedule is not None,
+        "both traces carry their schedule",
+        got="a trace without one",
+        where="explain_error",
+    )
+    schedule = measured.schedule
+    assert schedule is not None
+    own = {e.op: e.duration_ms for e in measured.computations}
+    assumed = {e.op: e.duration_ms for e in simulated.computations}
+    require(
+        own.keys() == assumed.keys(),
+        "both traces hold the same operations",
+        got=f"{len(own.keys() ^ assumed.keys())} operations that only one of them has",
+        where="explain_error",
+        remedy="simulate the schedule that was measured, with the same checkpoint mode",
+    )
+    paced = measured.source == PACED
+    held = {op: min(time, assumed[op]) for op, time in own.items()} if paced else own
+    typical = _typical(held, assumed)
+
+    def makespan(times: dict[Op, float]) -> float:
+        return simulate(schedule, _Times(times)).makespan_ms
+
+    replayed = replay(measured).makespan_ms
+    parts = {
+        "computation": makespan(typical) - simulated.makespan_ms,
+        "imbalance": makespan(held) - makespan(typical),
+        "pace missed": replayed - makespan(held),
+        "communication and launch": measured.makespan_ms - replayed,
+    }
+    if not paced:
+        del parts["pace missed"]
+    note = f"{measured.overran} of {len(own)} operations overran their pace" if measured.overran else ""
+    return ErrorExplained(measured.makespan_ms, simulated.makespan_ms, parts, note)
+
+
+def _typical(own: dict[Op, float], assumed: dict[Op, float]) -> dict[Op, float]:
+    """The assumed times, each kind scaled by the median ratio of its own times to the assumed ones."""
+    ratios: dict[Kind, list[float]] = defaultdict(list)
+    for op, time in own.items():
+        if assumed[op] > 0:
+            ratios[op.kind].append(time / assumed[op])
+    return {op: assumed[op] * median(ratios[op.kind] or [1.0]) for op in own}
