@@ -60,12 +60,15 @@ _LAZY: dict[str, str] = {
     **dict.fromkeys(("explain_error", "summary_table"), "gpipe_lab.view.tables"),
     "Explorer": "gpipe_lab.view.explorer",
     "plot_bubble_curve": "gpipe_lab.view.curves",
+    "plot_lines": "gpipe_lab.view.lines",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "Lab":  # what makes workers imports torch while this process does
+        import_module("gpipe_lab.lab.processes").start_forkserver()
     value = getattr(import_module(_LAZY[name]), name)
     globals()[name] = value
     return value

@@ -1,0 +1,160 @@
+"""What ends a call early, and how it is told: which rank, in which operation, and why."""
+
+from __future__ import annotations
+
+import linecache
+import pickle
+import re
+import signal
+import traceback
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+
+from ..engine.failures import PeerLost
+from ..plan.ops import Kind, Op
+from .pickling import dumps
+
+_WORDS = {
+    Kind.F: "forward",
+    Kind.B: "full backward",
+    Kind.I: "backward for the input",
+    Kind.W: "backward for the weights",
+    Kind.R: "recompute",
+    Kind.SEND_F: "sending the output",
+    Kind.RECV_F: "receiving the input",
+    Kind.SEND_B: "sending the gradient",
+    Kind.RECV_B: "receiving the gradient",
+    Kind.REDUCE: "reducing the gradients",
+    Kind.STEP: "optimizer step",
+}
+_WITHOUT_MICROBATCH = (Kind.REDUCE, Kind.STEP)
+
+# What gloo and NCCL say on a healthy rank when the rank at the other end is gone.
+_PEER_LOSS = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|socket closed|remote process exited|timed? ?out",
+    re.IGNORECASE,
+)
+_WORKER = str(Path(__file__).with_name("worker.py"))
+_FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+), in ')
+
+
+class RankFailed(RuntimeError):
+    """A rank raised or died, and all ranks were stopped.
+
+    `rank`; `op`, the `Op` it was in or None; `reason`, one line; `traceback`, the rank's own as text
+    ("" for a death). `__cause__` is the exception that the rank raised, where it can be pickled.
+    """
+
+    def __init__(
+        self, rank: int, op: Op | None, reason: str, traceback: str = "", died: bool = False
+    ) -> None:
+        self.rank = rank
+        self.op = op
+        self.reason = reason
+        self.traceback = traceback
+        self.died = died
+        super().__init__(rank, op, reason, traceback, died)
+
+    def __str__(self) -> str:
+        where = f" in {describe(self.op)}" if self.op else ""
+        if self.died:
+            return f"rank {self.rank} died ({self.reason}){where}"
+        headline = f"rank {self.rank} failed{where}: {self.reason}"
+        return f"{headline}\n\n{self.traceback}" if self.traceback else headline
+
+
+class RunStopped(RuntimeError):
+    """The call was ended by `stop()` from another thread."""
+
+
+class PipelineLost(RuntimeError):
+    """The workers that held a pipeline's weights were replaced; load its state before going on."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a failed rank leaves behind for the driver."""
+
+    rank: int
+    reason: str
+    traceback: str = ""
+    cause: bytes | None = None  # the pickled exception
+    died: bool = False
+    is_consequence: bool = False  # of another rank's death
+
+    @classmethod
+    def of_exception(cls, rank: int, error: BaseException) -> Failure:
+        """Describe what `rank` raised, from the first frame that is not the worker's own."""
+        frames = error.__traceback__
+        while frames and frames.tb_frame.f_code.co_filename == _WORKER:
+            frames = frames.tb_next
+        return cls(
+            rank,
+            reason=_headline(error),
+            traceback="".join(traceback.format_exception(type(error), error, frames)).rstrip(),
+            cause=_pickled(error),
+            is_consequence=_is_peer_loss(error),
+        )
+
+    @classmethod
+    def of_death(cls, rank: int, exit_code: int | None) -> Failure:
+        """Describe a process that ended without a word; a negative `exit_code` is a signal."""
+        if exit_code is None:
+            return cls(rank, "it closed its pipe", died=True)
+        reason = f"killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exit code {exit_code}"
+        return cls(rank, reason, died=True)
+
+    def error(self, op: Op | None) -> RankFailed:
+        """The exception to raise in the driver, for a rank that was in `op`."""
+        error = RankFailed(self.rank, op, self.reason, _with_source(self.traceback), self.died)
+        error.__cause__ = _unpickled(self.cause)
+        return error
+
+
+def describe(op: Op) -> str:
+    """An operation for a sentence: `2B1 (stage 2, full backward of micro-batch 1)`."""
+    segment = f", segment {op.segment}" if op.segment else ""
+    microbatch = "" if op.kind in _WITHOUT_MICROBATCH else f" of micro-batch {op.microbatch}{segment}"
+    return f"{op} (stage {op.stage}, {_WORDS[op.kind]}{microbatch})"
+
+
+def _headline(error: BaseException) -> str:
+    name, text = type(error).__name__, str(error).strip()
+    return f"{name}: {text.splitlines()[0]}" if text else name
+
+
+def _is_peer_loss(error: BaseException) -> bool:
+    if isinstance(error, PeerLost):
+        return True
+    return isinstance(error, RuntimeError) and bool(_PEER_LOSS.search(str(error)))
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    """The exception as bytes, or None where its class does not survive pickling (many do not)."""
+    try:
+        data = dumps(error)
+        pickle.loads(data)
+    except Exception:
+        return None
+    return data
+
+
+def _unpickled(cause: bytes | None) -> BaseException | None:
+    try:
+        return pickle.loads(cause) if cause else None
+    except Exception:  # a class that only the worker can import; its traceback is in the message
+        return None
+
+
+def _with_source(text: str) -> str:
+    """Add the source lines of notebook cells, which only the driver has."""
+    lines = text.splitlines()
+    told = []
+    for line, following in zip_longest(lines, lines[1:], fillvalue=""):
+        told.append(line)
+        frame = _FRAME.match(line)
+        if frame and not following.startswith("    "):
+            source = linecache.getline(frame["file"], int(frame["line"])).strip()
+            told += [f"    {source}"] if source else []
+    return "\n".join(told)

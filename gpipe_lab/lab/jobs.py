@@ -1,0 +1,86 @@
+"""What the driver asks of a rank: each function runs in a worker, with its context first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..engine.executor import RankResult, StepJob
+from ..engine.links import Links, NcclLinks
+from ..engine.pipeline import PipelineSpec, RankPipeline
+from ..engine.streams import Device, open_device
+from .worker import RankContext
+
+
+def run_once(
+    context: RankContext,
+    spec: PipelineSpec,
+    job: StepJob,
+    warm_up: StepJob | None,
+    repeats: int,
+    strict: bool,
+) -> tuple[list[tuple[RankResult, float]], dict[str, torch.Tensor]]:
+    """Build a pipeline, step it `repeats` times from the same state, and let it go again."""
+    pipeline = _build(context, spec)
+    jobs = [warm_up] if warm_up is not None else []
+    steps = []
+    for this in (*jobs, *[job] * repeats):
+        pipeline.zero_grad()
+        steps.append(_step(context, pipeline, this, strict, update=False))
+    return [(result, loss) for result, loss, _ in steps[len(jobs) :]], pipeline.gradients.copies()
+
+
+def build(context: RankContext, key: str, spec: PipelineSpec) -> None:
+    """Keep a pipeline under `key` until the workers are replaced."""
+    context.state[key] = _build(context, spec)
+
+
+def drop(context: RankContext, key: str) -> None:
+    context.state.pop(key, None)
+
+
+def step(
+    context: RankContext, key: str, job: StepJob, update: bool, strict: bool
+) -> tuple[RankResult, float, float]:
+    return _step(context, context.state[key], job, strict, update=update)
+
+
+def ask(context: RankContext, key: str, method: str, *args: Any) -> Any:
+    """Call a method of the pipeline kept under `key`."""
+    pipeline: RankPipeline = context.state[key]
+    return getattr(pipeline, method)(*args)
+
+
+def gradients(context: RankContext, key: str) -> dict[str, torch.Tensor]:
+    pipeline: RankPipeline = context.state[key]
+    return pipeline.gradients.copies()
+
+
+def _build(context: RankContext, spec: PipelineSpec) -> RankPipeline:
+    return RankPipeline(context.rank, spec, _device(context), context.board)
+
+
+def _step(
+    context: RankContext, pipeline: RankPipeline, job: StepJob, strict: bool, *, update: bool
+) -> tuple[RankResult, float, float]:
+    links = _links(context, strict)
+    links.link_ms = 0.0 if job.pace is None else job.pace.link_ms
+    if job.step.gradients:
+        return pipeline.step(job, links, update=update)
+    return (*pipeline.evaluate(job, links), 0.0)
+
+
+def _device(context: RankContext) -> Device:
+    if "device" not in context.state:
+        context.state["device"] = open_device(context.device)
+    return context.state["device"]
+
+
+def _links(context: RankContext, strict: bool) -> Links:
+    """This rank's links, made once for each process group."""
+    key = "strict links" if strict else "links"
+    if key not in context.groups:
+        kind = NcclLinks if context.device_plan.kind == "cuda" else Links
+        context.groups[key] = kind(_device(context), strict=strict)
+    return context.groups[key]

@@ -1,0 +1,254 @@
+"""The lab: real worker processes, one for each rank, that a notebook keeps at hand."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from ..engine.devices import DevicePlan, plan_devices
+from ..engine.loss import LossFn
+from ..engine.pace import Pace
+from ..engine.tree import Tree
+from ..plan.errors import require, require_count
+from ..plan.schedule import Schedule
+from ..plan.units import parse_bytes
+from .pipeline import LossOptions, Pipeline, run_once
+from .pool import OnMessage, OnOutput, WorkerPool, print_tagged
+from .prepare import Partition
+from .processes import start_forkserver
+from .run import Run
+
+
+class Lab:
+    """`num_ranks` worker processes, ready for work, that end with this object or with the notebook.
+
+    A context manager. One call runs at a time, in whichever thread; others wait for it.
+    Raises `InputError` for a bad `num_ranks` or `device` before a process starts.
+    """
+
+    def __init__(
+        self, num_ranks: int = 4, device: str = "auto", memory_limit: str | int | None = None
+    ) -> None:
+        require_count(num_ranks, "num_ranks", where="Lab")
+        self.device = device
+        parse_bytes(memory_limit)
+        self.memory_limit = memory_limit
+        self.abandoned: list[str] = []  # pipelines that nobody refers to any more
+        self._closed = False
+        self._lock = threading.Lock()
+        self._caller: int | None = None  # the thread that a call is running in
+        start_forkserver()  # imports torch there while this process does
+        self._pool = WorkerPool(plan_devices(num_ranks, device))
+        _open.add(self)
+
+    @property
+    def num_ranks(self) -> int:
+        return self._pool.num_ranks
+
+    @property
+    def device_plan(self) -> DevicePlan:
+        """Which device each rank has, and why."""
+        return self._pool.device_plan
+
+    @property
+    def generation(self) -> int:
+        """Counts the sets of workers that have ended: where it has changed, what workers held is lost."""
+        return self._pool.generation
+
+    def resize(self, num_ranks: int) -> None:
+        """Change the number of ranks; new workers take the place of all (about 0.1 s)."""
+        require_count(num_ranks, "num_ranks", where="Lab.resize")
+        with self._one_at_a_time():
+            if num_ranks != self.num_ranks:
+                self._pool.replace(plan_devices(num_ranks, self.device))
+
+    def launch(self, fn: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
+        """Run `fn(rank_context, *args)` on every rank, inside a default process group; the results by rank.
+
+        `fn` may be any torch.distributed program, defined anywhere, a notebook cell too. It finds no message
+        that an earlier program left behind. What it prints appears tagged by rank. The first failure is
+        raised as `RankFailed`. A program that has not ended after `timeout` seconds is stopped with a
+        `TimeoutError` that names the ranks still at work; the next call starts on fresh workers.
+        """
+        require(
+            callable(fn),
+            "launch runs a function on every rank",
+            got=repr(fn),
+            where="Lab.launch",
+            remedy="lab.launch(fn, *args)",
+        )
+        from .worker import run_program
+
+        with self._one_at_a_time():
+            replies = self._pool.call(run_program, [(fn, args)] * self.num_ranks, timeout=timeout)
+            if any(used_group for _, used_group in replies):
+                self._pool.renew_group()
+        return [result for result, _ in replies]
+
+    def run(
+        self,
+        schedule: Schedule,
+        model: Any,
+        inputs: Tree,
+        targets: Tree | None = None,
+        *,
+        loss_fn: LossFn | None = None,
+        loss_weight: Callable[[Tree], float] | None = None,
+        loss_reduction: str | None = None,
+        checkpoint: str = "never",
+        early: bool = False,
+        seed: int = 0,
+        pace: Pace | None = None,
+        partition: Partition = "uniform",
+        warmup: bool = True,
+        repeats: int = 1,
+        hoist: int = 2,
+        strict: bool = False,
+    ) -> Run:
+        """Run one training step of `model` through the ranks and measure it; nothing is kept afterwards.
+
+        model: an `nn.Sequential`, a list of layers, or a list of functions that each build a layer where
+        it is to live. inputs, targets: tensors, or nestings of tensors, with the batch first; a batch that
+        the micro-batches do not divide is weighted by their true sizes. loss_fn(output, target) is a mean
+        over rows unless `loss_weight` or `loss_reduction="sum"` says otherwise; torch's losses are read.
+        checkpoint: "never", "always", "except_last" or "every:k". seed: keys random layers and factories.
+        pace: a `gl.Pace`; None runs at full speed. warmup: run an unpaced step first and discard it.
+        repeats: measure that often and return the run with the median makespan. hoist: how many
+        computations ahead of need receives are posted. strict: one transfer at a time on each rank.
+
+        Raises `InputError` or `ScheduleError` before any process works, `RankFailed` when a rank fails.
+        """
+        loss = LossOptions(loss_fn=loss_fn, loss_weight=loss_weight, loss_reduction=loss_reduction)
+        return run_once(
+            self,
+            schedule,
+            model,
+            inputs,
+            targets,
+            loss=loss,
+            checkpoint=checkpoint,
+            early=early,
+            seed=seed,
+            pace=pace,
+            partition=partition,
+            warmup=warmup,
+            repeats=repeats,
+            hoist=hoist,
+            strict=strict,
+        )
+
+    def pipeline(
+        self,
+        model: Any,
+        *,
+        loss_fn: LossFn | None = None,
+        loss_weight: Callable[[Tree], float] | None = None,
+        loss_reduction: str | None = None,
+        optimizer: Callable | None = None,
+        scheduler: Callable | None = None,
+        max_norm: float | None = None,
+        partition: Partition = "uniform",
+        ties: None = None,
+        seed: int = 0,
+    ) -> Pipeline:
+        """Put a model's stages on the ranks, to stay there from step to step.
+
+        optimizer: a function from named parameters to a torch Optimizer, such as
+        `functools.partial(torch.optim.SGD, lr=0.1)`; scheduler: from that to a learning-rate scheduler.
+        max_norm: clip gradients by their norm over all stages. The rest is as in `run`.
+        """
+        loss = LossOptions(loss_fn=loss_fn, loss_weight=loss_weight, loss_reduction=loss_reduction)
+        return Pipeline(
+            self,
+            model,
+            loss=loss,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            max_norm=max_norm,
+            partition=partition,
+            seed=seed,
+        )
+
+    def call(
+        self,
+        function: Callable[..., Any],
+        args_by_rank: Sequence[tuple],
+        *,
+        on_message: OnMessage | None = None,
+        on_output: OnOutput = print_tagged,
+        timeout: float | None = None,
+        generation: int | None = None,
+    ) -> list[Any]:
+        """Run `function(context, *args_by_rank[rank])` on every rank, as `WorkerPool.call` does."""
+        require(
+            len(args_by_rank) == self.num_ranks,
+            "every rank has its arguments",
+            got=f"{len(args_by_rank)} tuples for {self.num_ranks} ranks",
+            where="Lab.call",
+        )
+        with self._one_at_a_time():
+            return self._pool.call(
+                function,
+                args_by_rank,
+                on_message=on_message,
+                on_output=on_output,
+                timeout=timeout,
+                generation=generation,
+            )
+
+    def stop(self) -> None:
+        """End the call in progress, from another thread: it raises `RunStopped`. Without one, do nothing."""
+        self._pool.stop()
+
+    def close(self) -> None:
+        """End the workers. A call in progress in another thread is stopped."""
+        self._refuse_a_call_within_a_call()
+        self._closed = True
+        self._pool.stop()
+        with self._lock:
+            self._pool.close()
+
+    def __enter__(self) -> Lab:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    @contextmanager
+    def _one_at_a_time(self) -> Iterator[None]:
+        self._refuse_a_call_within_a_call()
+        with self._lock:
+            require(
+                not self._closed,
+                "a closed lab runs nothing",
+                got="a closed Lab",
+                where="Lab",
+                remedy="gl.Lab()",
+            )
+            self._caller = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._caller = None
+
+    def _refuse_a_call_within_a_call(self) -> None:
+        require(
+            self._caller != threading.get_ident(),
+            "a lab does one thing at a time",
+            got="a call from within a call, in its on_message or on_output",
+            where="Lab",
+        )
+
+
+_open: weakref.WeakSet[Lab] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """End every lab with the interpreter, a call that a daemon thread waits for included."""
+    for lab in list(_open):
+        lab.close()

@@ -1,0 +1,327 @@
+"""Running a model through a lab's workers: once, or step after step with the weights staying there."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import tempfile
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..engine.loss import LossFn, read_loss
+from ..engine.pace import Pace
+from ..engine.stage import StepContext
+from ..engine.tree import Tree
+from ..plan.errors import require, require_count
+from ..plan.schedule import Schedule
+from ..plan.schedules import forward_only
+from ..plan.units import parse_bytes
+from . import jobs
+from .failures import PipelineLost
+from .prepare import Partition, Plan, cut, plan_step, read_spec
+from .run import Run, assemble, middle
+
+if TYPE_CHECKING:
+    from .lab import Lab
+
+_keys = itertools.count()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossOptions:
+    """A loss and how it averages, as the user gave it."""
+
+    loss_fn: LossFn | None = None
+    loss_weight: Callable[[Tree], float] | None = None
+    loss_reduction: str | None = None
+
+    def read(self) -> Any:
+        if self.loss_fn is None:
+            return None
+        return read_loss(self.loss_fn, loss_weight=self.loss_weight, loss_reduction=self.loss_reduction)
+
+
+def run_once(
+    lab: Lab,
+    schedule: Schedule,
+    model: Any,
+    inputs: Tree,
+    targets: Tree | None,
+    *,
+    loss: LossOptions,
+    checkpoint: str,
+    early: bool,
+    seed: int,
+    pace: Pace | None,
+    partition: Partition,
+    warmup: bool,
+    repeats: int,
+    hoist: int,
+    strict: bool,
+) -> Run:
+    """See `Lab.run`."""
+    require_count(repeats, "repeats", where="Lab.run")
+    _require_pace_if_shared(lab, pace)
+    stages = cut(model, getattr(schedule, "num_stages", 1), partition)
+    trains = getattr(schedule, "trains", True)
+    step = StepContext(seed=seed, training=trains, gradients=trains)
+    plan = plan_step(
+        schedule,
+        num_ranks=lab.num_ranks,
+        layers_per_stage=[len(s.layers) for s in stages],
+        inputs=inputs,
+        targets=targets,
+        loss=loss.read(),
+        checkpoint=checkpoint,
+        early=early,
+        pace=pace,
+        hoist=hoist,
+        step=step,
+    )
+    limit = parse_bytes(lab.memory_limit)
+    specs = read_spec(
+        stages, schedule.stage_to_rank, lab.num_ranks, seed=seed, limit_bytes=limit, loss_fn=loss.loss_fn
+    )
+    args = [
+        (spec, job, replace(job, pace=None) if warmup else None, repeats, strict)
+        for spec, job in zip(specs, plan.jobs, strict=True)
+    ]
+    _sweep(lab)
+    by_rank = lab.call(jobs.run_once, args)
+    steps = zip(*(steps for steps, _ in by_rank), strict=True)
+    runs = [_assemble(lab, plan, list(results), pace) for results in steps]
+    gradients = {name: g for _, found in by_rank for name, g in found.items()}
+    return replace(middle(runs), _gradients=gradients)
+
+
+def _assemble(lab: Lab, plan: Plan, steps: list[tuple], pace: Pace | None) -> Run:
+    results = [step[0] for step in steps]
+    return assemble(
+        results,
+        plan.schedule,
+        loss=steps[0][1],
+        device=lab.device_plan.label,
+        paced=pace is not None,
+        limit_bytes=parse_bytes(lab.memory_limit),
+    )
+
+
+def _require_pace_if_shared(lab: Lab, pace: Pace | None) -> None:
+    require(
+        lab.device_plan.kind != "shared_cuda" or pace is not None,
+        "ranks that share a GPU are paced: unpaced they would measure each other",
+        got="pace=None",
+        where="Lab.run",
+        remedy="pace=gl.Pace(forward_ms=10, backward_ms=20)",
+    )
+
+
+class Pipeline:
+    """A model whose weights live on a lab's workers and stay there from step to step.
+
+    Made by `Lab.pipeline`. Names are those of the whole model, whatever the number of stages. When the
+    workers are replaced (a failure, a stop, `lab.resize`) the weights are gone: every method then raises
+    `PipelineLost`, except `load_state_dict` and `load`, which bring the pipeline back.
+    """
+
+    def __init__(
+        self,
+        lab: Lab,
+        model: Any,
+        *,
+        loss: LossOptions,
+        optimizer: Callable | None,
+        scheduler: Callable | None,
+        max_norm: float | None,
+        partition: Partition,
+        seed: int,
+    ) -> None:
+        require(
+            max_norm is None or (math.isfinite(max_norm) and max_norm > 0),
+            "max_norm is a positive number",
+            got=f"max_norm={max_norm!r}",
+            where="Lab.pipeline",
+            remedy="max_norm=1.0",
+        )
+        self.lab = lab
+        self.seed = seed
+        self._loss = loss
+        self._rule = loss.read()
+        self._stages = cut(model, lab.num_ranks, partition)
+        self._options = {"optimizer": optimizer, "scheduler": scheduler, "max_norm": max_norm}
+        self._key = f"pipeline {next(_keys)}"
+        self._steps = 0
+        self._build()
+        weakref.finalize(self, lab.abandoned.append, self._key)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self._stages)
+
+    def step(
+        self,
+        schedule: Schedule,
+        inputs: Tree,
+        targets: Tree,
+        *,
+        update: bool = True,
+        checkpoint: str = "never",
+        early: bool = False,
+        pace: Pace | None = None,
+        hoist: int = 2,
+        strict: bool = False,
+    ) -> Run:
+        """One training step: gradients of the batch, and with `update` an optimizer step.
+
+        After an update the next step starts from zeroed gradients; steps without one add up.
+        """
+        require(
+            not update or self._options["optimizer"] is not None,
+            "an update needs an optimizer",
+            got="optimizer=None",
+            where="Pipeline.step",
+            remedy="lab.pipeline(..., optimizer=functools.partial(torch.optim.SGD, lr=0.1)), or update=False",
+        )
+        require(
+            getattr(schedule, "trains", True),
+            "a training step needs a schedule with backwards",
+            got=f"{getattr(schedule, 'name', schedule)!r}",
+            where="Pipeline.step",
+            remedy="pipe.evaluate(inputs, targets)",
+        )
+        _require_pace_if_shared(self.lab, pace)
+        plan = self._plan(
+            schedule,
+            inputs,
+            targets,
+            StepContext(seed=self.seed, step=self._steps),
+            checkpoint=checkpoint,
+            early=early,
+            pace=pace,
+            hoist=hoist,
+        )
+        replies = self._call(jobs.step, [(job, update, strict) for job in plan.jobs])
+        self._steps += 1
+        return replace(_assemble(self.lab, plan, replies, pace), grad_norm=replies[0][2])
+
+    def evaluate(self, inputs: Tree, targets: Tree, *, num_microbatches: int = 1) -> float:
+        """The loss of a batch, with layers in evaluation mode and no gradients."""
+        require(self._rule is not None, "an evaluation needs a loss", got="loss_fn=None", where="evaluate")
+        return self._forward(inputs, targets, num_microbatches).loss
+
+    def predict(self, inputs: Tree, *, num_microbatches: int = 1) -> Tree:
+        """The model's output for a batch, with layers in evaluation mode and no gradients."""
+        return self._forward(inputs, None, num_microbatches).outputs()
+
+    def zero_grad(self) -> None:
+        self._ask("zero_grad")
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Whole-model parameter names to accumulated gradients, on the CPU."""
+        return _joined(self._call(jobs.gradients))
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The whole model's weights and buffers, on the CPU, as `nn.Sequential.state_dict` names them."""
+        return _joined(self._ask("state_dict"))
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Set the weights and buffers; brings back a pipeline that was lost, with a new optimizer."""
+        if self._is_lost:
+            self._build()
+        self._call(
+            jobs.ask, [("load_state_dict", self._part(state, rank)) for rank in range(self.num_stages)]
+        )
+
+    def save(self, path: str | Path) -> Path:
+        """Write `state_dict` with torch.save, whole or not at all."""
+        path = Path(path)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
+            torch.save(self.state_dict(), file)
+        os.replace(file.name, path)
+        return path
+
+    def load(self, path: str | Path) -> None:
+        """Read what `save` or plain torch wrote, from any number of stages."""
+        self.load_state_dict(torch.load(path, weights_only=True))
+
+    @property
+    def _is_lost(self) -> bool:
+        return self.lab.generation != self._generation
+
+    def _build(self) -> None:
+        specs = read_spec(
+            self._stages,
+            range(self.num_stages),
+            self.lab.num_ranks,
+            seed=self.seed,
+            limit_bytes=parse_bytes(self.lab.memory_limit),
+            loss_fn=self._loss.loss_fn,
+            **self._options,  # type: ignore[arg-type]
+        )
+        require(
+            self.lab.num_ranks == self.num_stages,
+            "a pipeline has one stage on every rank of its lab",
+            got=f"{self.num_stages} stages, {self.lab.num_ranks} ranks",
+            where="Pipeline",
+            remedy=f"lab.resize({self.num_stages})",
+        )
+        _sweep(self.lab)
+        self.lab.call(jobs.build, [(self._key, spec) for spec in specs])
+        self._generation = self.lab.generation
+
+    def _plan(
+        self, schedule: Schedule, inputs: Tree, targets: Tree | None, step: StepContext, **options: Any
+    ) -> Plan:
+        return plan_step(
+            schedule,
+            num_ranks=self.lab.num_ranks,
+            layers_per_stage=[len(s.layers) for s in self._stages],
+            inputs=inputs,
+            targets=targets,
+            loss=self._rule,
+            step=step,
+            **options,
+        )
+
+    def _forward(self, inputs: Tree, targets: Tree | None, num_microbatches: int) -> Run:
+        schedule = forward_only(self.num_stages, num_microbatches)
+        step = StepContext(seed=self.seed, step=self._steps, training=False, gradients=False)
+        plan = self._plan(schedule, inputs, targets, step)
+        return _assemble(
+            self.lab, plan, self._call(jobs.step, [(job, False, False) for job in plan.jobs]), None
+        )
+
+    def _call(self, function: Callable, args_by_rank: list[tuple] | None = None) -> list[Any]:
+        if self._is_lost:
+            raise PipelineLost(
+                "rule:   a pipeline's weights live in its workers\n"
+                "got:    workers that have been replaced since\n"
+                "where:  Pipeline\n"
+                "remedy: pipe.load_state_dict(saved_state), or make the pipeline anew"
+            )
+        args = args_by_rank if args_by_rank is not None else [()] * self.lab.num_ranks
+        return self.lab.call(function, [(self._key, *rest) for rest in args], generation=self._generation)
+
+    def _ask(self, method: str) -> list[Any]:
+        return self._call(jobs.ask, [(method,)] * self.lab.num_ranks)
+
+    def _part(self, state: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+        """The entries of a whole model's state that belong to a stage."""
+        prefixes = tuple(f"{name}." for name in self._stages[rank].names)
+        return {name: value for name, value in state.items() if name.startswith(prefixes)}
+
+
+def _joined(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: value for part in parts for name, value in part.items()}
+
+
+def _sweep(lab: Lab) -> None:
+    """Let the workers free the pipelines that the driver has let go of."""
+    while lab.abandoned:
+        lab.call(jobs.drop, [(lab.abandoned.pop(),)] * lab.num_ranks)

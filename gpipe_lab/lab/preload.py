@@ -1,0 +1,36 @@
+"""Imported by the forkserver, once, before it makes any worker: each worker inherits torch ready to use."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+
+from .processes import SCRATCH_VARIABLE
+
+
+def _remove(scratch: str, owner: int) -> None:
+    if os.getpid() == owner:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _outlive_the_driver_to_clean_up(scratch: str) -> None:
+    """The forkserver ends after the driver and all workers, so it removes the files of a killed driver.
+
+    A session of its own keeps it, and every worker, out of reach of a signal to the driver's group.
+    """
+    os.setsid()
+    atexit.register(_remove, scratch, os.getpid())
+    # Importing dynamo makes a cache folder; workers take on the driver's environment and so its own choice.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(scratch, "inductor")
+
+
+if SCRATCH_VARIABLE in os.environ:
+    _outlive_the_driver_to_clean_up(os.environ.pop(SCRATCH_VARIABLE))
+
+import torch  # noqa: E402
+import torch._dynamo  # noqa: E402  # what the first optimizer would import, in every worker apart
+import torch.distributed  # noqa: E402
+import torch.fx.experimental.symbolic_shapes  # noqa: E402, F401  # and the first backward
+
+from . import jobs, worker  # noqa: E402, F401

@@ -1,0 +1,241 @@
+"""Check what the user gives and turn it into what every rank is told. This needs no process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from torch import nn
+
+from ..engine.executor import StepJob
+from ..engine.loss import LossFn, LossRule, read_loss
+from ..engine.microbatch import batch_size, microbatch_sizes, signature, split
+from ..engine.pace import Pace
+from ..engine.pipeline import Layer, PipelineSpec, StageSpec
+from ..engine.stage import StepContext
+from ..engine.tree import Tree
+from ..plan.errors import require
+from ..plan.lowering import lower
+from ..plan.ops import Kind
+from ..plan.partition import uniform
+from ..plan.recompute import parse_mode, with_recompute
+from ..plan.schedule import Schedule
+
+Partition = str | Sequence[int]
+_lower = lru_cache(maxsize=64)(lower)
+
+
+def named_layers(model: Any) -> tuple[tuple[str, ...], tuple[Layer, ...]]:
+    """The layers of a model and their names: those of an `nn.Sequential`, or "0", "1", … of a list."""
+    is_sequential = isinstance(model, nn.Sequential)
+    is_list = isinstance(model, list | tuple | nn.ModuleList) and all(callable(layer) for layer in model)
+    require(
+        is_sequential or is_list,
+        "a model is an nn.Sequential, a list of layers, or a list of functions that each build one",
+        got=type(model).__name__,
+        where="model",
+        remedy="nn.Sequential(*layers)",
+    )
+    if is_sequential:
+        children = dict(model.named_children())
+        names, layers = tuple(children), tuple(children.values())
+        if len(layers) != len(model):  # the same layer twice has one name
+            names, layers = tuple(map(str, range(len(model)))), tuple(model)
+    else:
+        names, layers = tuple(map(str, range(len(model)))), tuple(model)
+    require(len(layers) > 0, "a model has at least one layer", got="no layers", where="model")
+    return names, layers
+
+
+def cut(model: Any, num_stages: int, partition: Partition = "uniform") -> tuple[StageSpec, ...]:
+    """The stages of a model: "uniform", or the number of layers of each stage.
+
+    Raises `InputError` for fewer layers than stages, sizes that do not add up, or a weight that two
+    stages would share.
+    """
+    names, layers = named_layers(model)
+    spans = _spans(len(layers), num_stages, partition)
+    _refuse_ties(names, layers, spans)
+    return tuple(
+        StageSpec(index, span.start, names[span.start : span.stop], layers[span.start : span.stop])
+        for index, span in enumerate(spans)
+    )
+
+
+def _spans(num_layers: int, num_stages: int, partition: Partition) -> tuple[range, ...]:
+    if isinstance(partition, str):
+        require(
+            partition == "uniform",
+            'partition is "uniform" or the number of layers of each stage',
+            got=repr(partition),
+            where="partition",
+            remedy='partition="uniform"',
+        )
+        return uniform(num_layers, num_stages)
+    sizes = list(partition)
+    fits = all(isinstance(n, int) and n >= 1 for n in sizes) and sum(sizes) == num_layers
+    require(
+        fits and len(sizes) == num_stages,
+        "a partition gives every stage at least one layer and every layer to one stage",
+        got=f"{sizes} for {num_layers} layers and {num_stages} stages",
+        where="partition",
+        remedy=f"partition={[len(span) for span in uniform(num_layers, num_stages)]}",
+    )
+    starts = [sum(sizes[:stage]) for stage in range(num_stages)]
+    return tuple(range(start, start + size) for start, size in zip(starts, sizes, strict=True))
+
+
+def _refuse_ties(names: tuple[str, ...], layers: tuple[Layer, ...], spans: Sequence[range]) -> None:
+    owner: dict[int, tuple[int, str]] = {}
+    for stage, span in enumerate(spans):
+        for position in span:
+            layer = layers[position]
+            if not isinstance(layer, nn.Module):
+                continue
+            for name, parameter in layer.named_parameters():
+                full = f"{names[position]}.{name}"
+                first_stage, first_name = owner.setdefault(id(parameter), (stage, full))
+                require(
+                    first_stage == stage,
+                    "a weight belongs to one stage",
+                    got=f"{first_name} in stage {first_stage} is {full} in stage {stage}",
+                    where="model",
+                    remedy="put both layers in one stage, or give each its own weight",
+                )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A step made ready: the job of every rank, and the schedule with its recomputes."""
+
+    jobs: tuple[StepJob, ...]
+    schedule: Schedule
+
+
+def plan_step(
+    schedule: Schedule,
+    *,
+    num_ranks: int,
+    layers_per_stage: Sequence[int],
+    inputs: Tree,
+    targets: Tree | None,
+    loss: LossRule | None,
+    checkpoint: str = "never",
+    early: bool = False,
+    pace: Pace | None = None,
+    hoist: int = 2,
+    step: StepContext,
+) -> Plan:
+    """Check a step and split it into jobs. Raises `InputError` or `ScheduleError`: no process works yet."""
+    require(
+        isinstance(schedule, Schedule),
+        "a schedule is a gl.Schedule",
+        got=type(schedule).__name__,
+        where="schedule",
+        remedy="gl.gpipe(num_stages, num_microbatches)",
+    )
+    every = parse_mode(checkpoint)
+    require(
+        pace is None or isinstance(pace, Pace),
+        "pace is a gl.Pace",
+        got=repr(pace),
+        where="pace",
+        remedy="pace=gl.Pace(forward_ms=10, backward_ms=20)",
+    )
+    if pace is not None:
+        pace.check_stages(schedule.num_stages)
+    require(
+        schedule.num_ranks == num_ranks,
+        "a schedule is for as many ranks as the lab has",
+        got=f"{schedule.name!r} for {schedule.num_ranks} ranks, a lab of {num_ranks}",
+        where="schedule",
+        remedy=f"lab.resize({schedule.num_ranks})",
+    )
+    half = next((op for op in schedule.rank_of if op.kind in (Kind.I, Kind.W)), None)
+    require(
+        half is None,
+        "the engine runs whole backwards (B); split ones (I and W) are for the simulator",
+        got=f"{schedule.name!r} with {half}",
+        where="schedule",
+        remedy="a schedule of F, B and R, or gl.simulate(schedule)",
+    )
+    schedule = with_recompute(schedule, checkpoint, early, layers_per_stage=layers_per_stage)
+    num_microbatches = schedule.num_microbatches
+    rows = batch_size(inputs)
+    sizes = microbatch_sizes(rows, num_microbatches)
+    inputs_split = split(inputs, num_microbatches)
+    targets_split, scales = _targets(targets, loss, rows, sizes, trains=schedule.trains)
+    shared = StepJob(
+        schedule=_lower(schedule, hoist=hoist),
+        first_schedule=_lower(schedule, hoist=0),
+        signatures=tuple(map(signature, inputs_split)),
+        sizes=sizes,
+        step=step,
+        scales=scales,
+        pace=pace,
+        every=every,
+    )
+    first, last = schedule.stage_to_rank[0], schedule.stage_to_rank[-1]
+    jobs = tuple(
+        replace(
+            shared,
+            inputs=inputs_split if rank == first else None,
+            targets=targets_split if rank == last else None,
+        )
+        for rank in range(num_ranks)
+    )
+    return Plan(jobs, schedule)
+
+
+def _targets(
+    targets: Tree | None, loss: LossRule | None, rows: int, sizes: tuple[int, ...], *, trains: bool
+) -> tuple[list[Tree] | None, tuple[float, ...]]:
+    require(
+        not trains or (targets is not None and loss is not None),
+        "a schedule with backwards needs a loss",
+        got=f"targets={'given' if targets is not None else None}, loss_fn={'given' if loss else None}",
+        where="step",
+        remedy="give targets and loss_fn, or a forward_only schedule",
+    )
+    if targets is None or loss is None:
+        return None, ()
+    require(
+        batch_size(targets) == rows,
+        "targets have as many rows as inputs",
+        got=f"{batch_size(targets)} rows of targets for {rows} of inputs",
+        where="targets",
+    )
+    parts = split(targets, len(sizes))
+    return parts, tuple(loss.scales(parts, sizes))
+
+
+def read_spec(
+    stages: Sequence[StageSpec],
+    schedule_ranks: Sequence[int],
+    num_ranks: int,
+    *,
+    seed: int,
+    limit_bytes: int | None,
+    loss_fn: LossFn | None = None,
+    optimizer: Callable | None = None,
+    scheduler: Callable | None = None,
+    max_norm: float | None = None,
+) -> list[PipelineSpec]:
+    """One `PipelineSpec` a rank: the stages that `schedule_ranks` (stage → rank) puts there."""
+    return [
+        PipelineSpec(
+            stages=tuple(s for s in stages if schedule_ranks[s.index] == rank),
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            max_norm=max_norm,
+            seed=seed,
+            limit_bytes=limit_bytes,
+        )
+        for rank in range(num_ranks)
+    ]
+
+
+__all__ = ["Partition", "Plan", "cut", "named_layers", "plan_step", "read_loss", "read_spec"]

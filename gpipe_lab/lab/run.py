@@ -1,0 +1,79 @@
+"""What a run brings back, put together from all ranks onto one clock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+import torch
+
+from ..engine.executor import RankResult
+from ..engine.microbatch import merge
+from ..engine.tree import Tree
+from ..plan.memory import MemoryReport
+from ..plan.schedule import Schedule
+from ..plan.trace import MEASURED, PACED, Trace
+
+
+@dataclass(frozen=True)
+class Run:
+    """One step that really ran.
+
+    `loss` is that of the whole batch. `bytes_sent` maps (from rank, to rank) to the bytes of tensors that
+    went that way. Where the step was repeated, `trace` and `memory` are those of the run with the median
+    makespan, and `makespans_ms` has all of them.
+    """
+
+    loss: float
+    trace: Trace
+    memory: MemoryReport
+    bytes_sent: dict[tuple[int, int], int]
+    makespans_ms: tuple[float, ...]
+    grad_norm: float | None = None
+    _gradients: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
+    _outputs: dict[int, Tree] = field(default_factory=dict, repr=False)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Whole-model parameter names to gradients, on the CPU."""
+        return dict(self._gradients)
+
+    def outputs(self) -> Tree:
+        """The model's output for the whole batch, after a forward-only run."""
+        return merge([self._outputs[m] for m in sorted(self._outputs)])
+
+
+def assemble(
+    results: Sequence[RankResult],
+    schedule: Schedule,
+    *,
+    loss: float,
+    device: str,
+    paced: bool,
+    limit_bytes: int | None = None,
+) -> Run:
+    """One `Run` from what every rank measured; time starts with the first computation."""
+    source = PACED if paced else MEASURED
+    overran = sum(result.overran for result in results)
+    events = [event for result in results for event in result.events]
+    start = Trace(tuple(events), source, schedule).start_ms
+    shifted = [e._replace(start_ms=e.start_ms - start, end_ms=e.end_ms - start) for e in events]
+    trace = Trace(
+        tuple(sorted(shifted, key=lambda e: (e.start_ms, e.rank))), source, schedule, device, overran
+    )
+    rows = tuple(row._replace(time_ms=row.time_ms - start) for result in results for row in result.memory)
+    return Run(
+        loss=loss,
+        trace=trace,
+        memory=MemoryReport(rows, MEASURED, limit_bytes, schedule),
+        bytes_sent={link: n for result in results for link, n in result.bytes_sent.items()},
+        makespans_ms=(trace.makespan_ms,),
+        _outputs={m: tree for result in results for m, tree in result.outputs.items()},
+    )
+
+
+def middle(runs: Sequence[Run]) -> Run:
+    """The run with the median makespan (the lower one of an even number), with all makespans noted."""
+    makespans = tuple(run.trace.makespan_ms for run in runs)
+    chosen = min(runs, key=lambda run: abs(run.trace.makespan_ms - median(makespans)))
+    return replace(chosen, makespans_ms=makespans)

@@ -1,0 +1,221 @@
+"""What runs in a worker process: jobs on the main thread, and a listener that ends the process when told."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import queue
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from ..engine.devices import DevicePlan
+from .board import RankBoard
+from .failures import Failure
+from .pickling import dumps
+
+# The driver sees every death itself, so a transfer may take as long as a slow step or a breakpoint needs.
+GROUP_TIMEOUT = timedelta(hours=12)
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What a worker is given when it starts."""
+
+    rank: int
+    device_plan: DevicePlan
+    board: RankBoard
+    pipe: Connection
+    environment: dict[str, str]
+    rendezvous: str  # a private folder that lives as long as the set of workers
+
+
+@dataclass
+class RankContext:
+    """The first argument of every job: which rank this is, and what it keeps.
+
+    `state` survives from job to job until the workers are replaced. `groups` holds whatever belongs to
+    the default process group, such as groups made from it, and is emptied when that is replaced.
+    `board.mark(op)` says which operation the rank is in; `report(value)` sends the driver a message.
+    """
+
+    rank: int
+    num_ranks: int
+    device: str  # "cpu" or "cuda:0"
+    device_plan: DevicePlan
+    board: RankBoard
+    report: Callable[[Any], None]
+    state: dict[Any, Any] = field(default_factory=dict)
+    groups: dict[Any, Any] = field(default_factory=dict)
+
+
+class Outbox:
+    """The worker's end of the pipe for writing, shared by all its threads."""
+
+    def __init__(self, seat: Seat) -> None:
+        self._seat = seat
+        self._lock = threading.Lock()
+
+    def send(self, kind: str, content: Any) -> None:
+        message = pickle.dumps((kind, content))
+        try:
+            with self._lock:
+                self._seat.pipe.send_bytes(message)
+        except OSError:  # the driver is gone or has dismissed this worker
+            _leave(self._seat)
+
+    def report(self, value: Any) -> None:
+        self.send("message", dumps(value))
+
+
+class LineStream(io.TextIOBase):
+    """Stands in for sys.stdout or sys.stderr: whole lines travel to the driver, which tags them by rank."""
+
+    encoding = "utf-8"
+
+    def __init__(self, name: str, outbox: Outbox) -> None:
+        self._name = name
+        self._outbox = outbox
+        self._pending = ""
+        self._lock = threading.RLock()  # a finaliser that prints may run within a print
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        with self._lock:
+            lines, newline, self._pending = (self._pending + text).rpartition("\n")
+            if newline:
+                self._outbox.send("output", (self._name, lines))
+        return len(text)
+
+    def end_line(self) -> None:
+        if self._pending:
+            self.write("\n")
+
+
+def main(seat: Seat) -> None:
+    """Run jobs until the driver closes the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    jobs: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(seat, jobs), daemon=True).start()
+    os.environ.clear()
+    os.environ.update(seat.environment)
+    outbox = Outbox(seat)
+    streams = LineStream("stdout", outbox), LineStream("stderr", outbox)
+    sys.stdout, sys.stderr = streams
+    plan = seat.device_plan
+    num_ranks, device = len(plan.device_names), plan.device_names[seat.rank]
+    context = RankContext(seat.rank, num_ranks, device, plan, seat.board, outbox.report)
+    while True:
+        kind, content = _run(context, jobs.get())
+        for stream in streams:
+            stream.end_line()
+        outbox.send(kind, content)
+
+
+def _listen(seat: Seat, jobs: queue.SimpleQueue[bytes]) -> None:
+    """Queue jobs; whatever ends the listening, an ended pipe above all, ends the process at once."""
+    try:
+        while True:
+            jobs.put(seat.pipe.recv_bytes())
+    except (EOFError, OSError):
+        pass  # the driver closed the pipe, or died
+    finally:
+        _leave(seat)
+
+
+def _leave(seat: Seat) -> NoReturn:
+    """End the process, whatever its main thread hangs in, and the folder that a dead driver cannot remove."""
+    shutil.rmtree(seat.rendezvous, ignore_errors=True)
+    os._exit(0)
+
+
+def _run(context: RankContext, job: bytes) -> tuple[str, Any]:
+    """Do one job; the reply is ("result", bytes) or ("failure", Failure)."""
+    try:
+        sys_path, dtype, payload = pickle.loads(job)
+        context.board.clear()
+        _reset_globals(sys_path, dtype)
+        function, args = pickle.loads(payload)
+        data = _pickle_result(context.rank, function(context, *args))
+    except BaseException as error:  # SystemExit too: a program that exits has not returned a result
+        return "failure", Failure.of_exception(context.rank, error)
+    context.board.clear()
+    return "result", data
+
+
+def _reset_globals(sys_path: list[str], dtype: torch.dtype | None) -> None:
+    """Undo what an earlier job may have set, and take on what the driver has."""
+    sys.path[:] = sys_path
+    torch.set_default_dtype(dtype or torch.float32)
+    torch.set_grad_enabled(True)
+    torch.set_num_threads(1)
+
+
+def _pickle_result(rank: int, result: Any) -> bytes:
+    try:
+        return dumps(result)
+    except Exception as error:
+        what = f"the result of rank {rank} ({type(result).__name__}) cannot be pickled"
+        raise TypeError(f"{what}: {error}; return tensors or plain values") from error
+
+
+def take_device(context: RankContext) -> None:
+    """A worker's first step: make its device the current one."""
+    if context.device_plan.kind == "cpu":
+        return
+    # A process forked from one with CUDA running cannot use CUDA.
+    assert not torch.cuda.is_initialized(), "CUDA was initialised before the worker took its device"
+    assert not torch.cuda._is_in_bad_fork(), "CUDA was initialised in the forkserver"
+    torch.cuda.set_device(context.device)
+
+
+def join(context: RankContext, store_path: str) -> None:
+    """The first job of every worker."""
+    take_device(context)
+    form_group(context, store_path)
+
+
+def form_group(context: RankContext, store_path: str) -> None:
+    """A job: give the rank a fresh default process group, ending the one it may have."""
+    context.groups.clear()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group(
+        context.device_plan.backend,
+        store=dist.FileStore(store_path, context.num_ranks),
+        rank=context.rank,
+        world_size=context.num_ranks,
+        timeout=GROUP_TIMEOUT,
+    )
+
+
+def run_program(context: RankContext, program: Callable[..., Any], args: tuple) -> tuple[Any, bool]:
+    """A job: `program(context, *args)`, and whether it used the process group."""
+    before = _group_fingerprint(context)
+    result = program(context, *args)
+    return result, before is None or _group_fingerprint(context) != before
+
+
+def _group_fingerprint(context: RankContext) -> tuple | None:
+    """Changes when the default group carries a message, is replaced, or has another made from it.
+
+    None where that cannot be known: only gloo counts its messages.
+    """
+    if not dist.is_initialized() or context.device_plan.backend != "gloo":
+        return None
+    group = dist.group.WORLD
+    assert group is not None
+    count = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+    return id(group), count, dist.distributed_c10d._world.group_count

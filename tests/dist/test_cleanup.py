@@ -1,0 +1,314 @@
+"""Nothing outlives the driver: no process, file or port, however it ends."""
+
+import contextlib
+import gc
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from gpipe_lab.lab.lab import Lab
+
+pytestmark = pytest.mark.dist
+ROOT = Path(__file__).parents[2]
+
+HEAD = """
+import os, sys, time
+from gpipe_lab.lab.processes import start_forkserver
+start_forkserver()  # sooner than a lab would, to save time
+from gpipe_lab.lab.failures import RunStopped
+from gpipe_lab.lab.lab import Lab
+
+def hang(context):
+    print("hanging")
+    time.sleep(60)
+
+def run():
+    try:
+        lab.launch(hang)
+    except RunStopped:
+        pass
+"""
+
+
+def still_running(processes, limit_s=3.0):
+    """Which processes have not ended in time; one that only waits for its parent to notice has."""
+    deadline = time.monotonic() + limit_s
+    running = list(processes)
+    while running and time.monotonic() < deadline:
+        running = [process for process in running if is_running(process)]
+        time.sleep(0.01)
+    return running
+
+
+def is_running(process):
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+class Driver:
+    """A script that holds a lab, in a process group and a temp folder of its own."""
+
+    def __init__(self, body):
+        self.folder = tempfile.mkdtemp(prefix="drv")
+        self.process = subprocess.Popen(
+            [sys.executable, "-u", "-c", HEAD + body],
+            cwd=ROOT,
+            env={**os.environ, "TMPDIR": self.folder, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.family = []
+
+    def wait_for(self, text):
+        """Read the driver's output up to a line with `text`, and note all its processes."""
+        for line in self.process.stdout:
+            if text in line:
+                self.family = psutil.Process(self.process.pid).children(recursive=True)
+                return
+        pytest.fail(self.process.stderr.read())
+
+    def workers(self):
+        """The processes whose parent is the forkserver, which is a child of the driver."""
+        return [process for process in self.family if process.ppid() != self.process.pid]
+
+    def finish(self):
+        """What is left of the output, once the driver has ended."""
+        out, err = self.process.communicate(timeout=20)
+        return out, err
+
+    def assert_nothing_is_left(self):
+        assert self.family
+        assert still_running(self.family) == []
+        ours = [name for name in os.listdir(self.folder)]
+        assert ours == [], "torch's own cache apart, which torch keeps for every process"
+
+
+@pytest.fixture
+def drive():
+    drivers = []
+
+    def start(body):
+        drivers.append(Driver(body))
+        return drivers[-1]
+
+    yield start
+    for driver in drivers:
+        for process in [*driver.family, driver.process]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        driver.process.communicate()
+        shutil.rmtree(driver.folder, ignore_errors=True)
+
+
+@pytest.mark.parametrize(("doing", "sent_to"), [("idle", "the driver"), ("a call", "its process group")])
+def test_a_killed_driver_leaves_nothing(drive, doing, sent_to):
+    run = "print('idle'); time.sleep(60)" if doing == "idle" else "lab.launch(hang)"
+    driver = drive(f"lab = Lab(3, device='cpu')\n{run}")
+    driver.wait_for("idle" if doing == "idle" else "[rank 1] hanging")
+    assert len(driver.workers()) == 3
+    assert os.listdir(driver.folder), "the rendezvous is in this folder"
+    if sent_to == "the driver":
+        driver.process.kill()
+    else:
+        os.killpg(driver.process.pid, signal.SIGKILL)
+    driver.process.wait(timeout=5)
+    driver.assert_nothing_is_left()
+
+
+def test_a_driver_killed_after_it_closed_its_lab_leaves_nothing(drive):
+    driver = drive("Lab(2, device='cpu').close()\nprint('closed')\ntime.sleep(60)")
+    driver.wait_for("closed")
+    assert driver.workers() == []
+    os.killpg(driver.process.pid, signal.SIGKILL)
+    driver.process.wait(timeout=5)
+    driver.assert_nothing_is_left()
+
+
+def test_a_driver_that_ends_during_a_call_leaves_nothing_and_says_nothing_more(drive):
+    driver = drive("""
+import threading
+lab = Lab(2, device="cpu")
+idle = Lab(2, device="cpu")
+threading.Thread(target=run, daemon=True).start()
+time.sleep(0.3)
+raise LookupError("mine")
+""")
+    driver.wait_for("hanging")
+    _, err = driver.finish()
+    assert err.rstrip().endswith("LookupError: mine")
+    assert err.count("Traceback") == 1
+    driver.assert_nothing_is_left()
+
+
+def test_an_interrupt_ends_the_call_and_the_lab_is_usable(drive):
+    driver = drive("""
+lab = Lab(3, device="cpu")
+for _ in range(2):
+    try:
+        lab.launch(hang)
+    except KeyboardInterrupt:
+        begin = time.monotonic()
+        print("interrupted")
+        print(lab.launch(lambda context: context.rank), time.monotonic() - begin < 1)
+lab.launch(hang)
+""")
+    for _ in range(2):
+        driver.wait_for("[rank 2] hanging")
+        os.killpg(driver.process.pid, signal.SIGINT)
+        driver.wait_for("interrupted")
+        assert driver.process.stdout.readline() == "[0, 1, 2] True\n"
+    driver.wait_for("hanging")
+    os.killpg(driver.process.pid, signal.SIGINT)  # this time nobody catches it
+    _, err = driver.finish()
+    assert err.rstrip().endswith("KeyboardInterrupt")
+    assert err.count("Traceback") == 1
+    driver.assert_nothing_is_left()
+
+
+def test_two_drivers_at_once(drive):
+    with Lab(2, device="cpu") as lab:
+        driver = drive("lab = Lab(2, device='cpu')\nprint(lab.launch(lambda c: c.rank))\ntime.sleep(60)")
+        driver.wait_for("[0, 1]")
+        assert lab.launch(lambda context: context.rank) == [0, 1]
+        driver.process.kill()
+        driver.process.wait(timeout=5)
+        driver.assert_nothing_is_left()
+        assert lab.launch(lambda context: context.rank) == [0, 1]
+
+
+def worker_processes(lab):
+    return [psutil.Process(pid) for pid in lab.launch(lambda context: os.getpid())]
+
+
+def test_close_and_the_end_of_a_with_block_end_the_workers():
+    with Lab(2, device="cpu") as lab:
+        workers = worker_processes(lab)
+        folder = Path(lab._pool._workers.rendezvous)
+        assert folder.is_dir()
+        assert folder.stat().st_mode & 0o077 == 0
+    begin = time.monotonic()
+    assert still_running(workers) == []
+    assert time.monotonic() - begin < 0.5
+    assert not folder.exists()
+    lab.close()
+
+
+def test_a_lab_that_nobody_holds_ends():
+    lab = Lab(2, device="cpu")
+    workers = worker_processes(lab)
+    del lab
+    gc.collect()
+    assert still_running(workers) == []
+
+
+def test_labs_leave_no_open_file_and_no_thread():
+    me = psutil.Process()
+    for _ in range(2):  # the first one starts what stays: the forkserver
+        Lab(2, device="cpu").close()
+        gc.collect()
+        before = me.num_fds(), threading.active_count()
+    for _ in range(3):
+        with Lab(3, device="cpu") as lab:
+            lab.launch(lambda context: None)
+            lab.resize(2)
+    del lab
+    gc.collect()
+    assert (me.num_fds(), threading.active_count()) == before
+
+
+def test_a_fork_of_the_driver_does_not_end_its_workers():
+    with Lab(2, device="cpu") as lab:
+        before = lab.launch(lambda context: os.getpid())
+        child = os.fork()
+        if child == 0:
+            lab._pool._workers.end()
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert lab.launch(lambda context: os.getpid()) == before
+
+
+def test_nothing_listens_off_loopback():
+    def program(context):
+        dist.barrier()
+        dist.barrier(dist.new_group([0, 1, 2]))
+
+    with Lab(3, device="cpu") as lab:
+        lab.launch(program)
+        family = [psutil.Process(), *psutil.Process().children(recursive=True)]
+        assert set(worker_processes(lab)) <= set(family)
+        addresses = [
+            connection.laddr.ip
+            for process in family
+            for connection in process.net_connections(kind="inet")
+            if connection.laddr and not connection.raddr
+        ]
+    print(f"{len(addresses)} sockets listen, on {set(addresses)}")
+    assert set(addresses) <= {"127.0.0.1", "::1"}
+
+
+def run_cell(client, code):
+    """What a cell prints, and the name of the error it ends with."""
+    texts = []
+    reply = client.execute_interactive(
+        code,
+        timeout=30,
+        output_hook=lambda message: texts.append(message["content"].get("text", "")),
+    )
+    return "".join(texts), reply["content"].get("ename")
+
+
+def test_a_notebook_kernel():
+    """A cell's own class and function, tagged prints, interrupt, restart, and the kill of the kernel."""
+    from jupyter_client.manager import start_new_kernel
+
+    folder = tempfile.mkdtemp(prefix="krn")
+    env = {**os.environ, "TMPDIR": folder, "PYTHONPATH": str(ROOT), "PYTEST_CURRENT_TEST": "as under nbmake"}
+    setup = "import time, torch\nfrom gpipe_lab.lab.lab import Lab\nlab = Lab(2, device='cpu')"
+    manager, client = start_new_kernel(env=env)
+    try:
+        assert run_cell(client, setup) == ("", None)
+        define = "class Mine:\n    pass\ndef program(context):\n    print('hello')\n    return Mine()"
+        assert run_cell(client, define) == ("", None)
+        text, error = run_cell(client, "print(all(type(r) is Mine for r in lab.launch(program)))")
+        assert error is None
+        assert sorted(text.splitlines()) == ["True", "[rank 0] hello", "[rank 1] hello"]
+
+        text, error = run_cell(client, "def fail(context):\n    raise ValueError('mine')\nlab.launch(fail)")
+        assert error == "RankFailed"
+
+        threading.Timer(0.7, manager.interrupt_kernel).start()
+        assert run_cell(client, "lab.launch(lambda context: time.sleep(30))")[1] == "KeyboardInterrupt"
+        assert run_cell(client, "print(lab.launch(lambda context: context.rank))") == ("[0, 1]\n", None)
+
+        def family():
+            return psutil.Process(manager.provisioner.process.pid).children(recursive=True)
+
+        old = family()
+        assert len(old) >= 4  # forkserver, resource tracker, workers
+        manager.restart_kernel(now=False)
+        client.wait_for_ready(timeout=30)
+        assert still_running(old) == []
+        assert run_cell(client, setup) == ("", None)
+        old = family()
+        assert len(old) >= 4
+        manager.provisioner.process.kill()
+        assert still_running(old) == []
+        assert [name for name in os.listdir(folder) if name.startswith("pymp")] == []
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+        shutil.rmtree(folder, ignore_errors=True)

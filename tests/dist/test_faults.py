@@ -1,0 +1,185 @@
+"""A rank that fails in the middle of a step: named, everyone stopped, and the next run works."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gpipe_lab as gl
+
+
+class Faulty(nn.Module):
+    """Fails on one micro-batch, recognised by its first number, in its forward or its backward."""
+
+    def __init__(self, fault, microbatch, in_backward):
+        super().__init__()
+        self.fault, self.microbatch, self.in_backward = fault, microbatch, in_backward
+
+    def forward(self, x):
+        return _Fail.apply(x, self)
+
+    def fail(self):
+        match self.fault:
+            case "exception":
+                raise ValueError("a fault on purpose")
+            case "exit":
+                os._exit(3)
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "hang":
+                time.sleep(3600)
+
+
+class _Fail(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.layer = layer
+        ctx.microbatch = int(x.detach()[0, 0])
+        if not layer.in_backward and ctx.microbatch == layer.microbatch:
+            layer.fail()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.layer.in_backward and ctx.microbatch == ctx.layer.microbatch:
+            ctx.layer.fail()
+        return gradient, None
+
+
+class KeepsFirst(nn.Module):
+    """A layer that hands on the micro-batch's number in its first column."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.cat([x[:, :1], self.linear(x)[:, 1:]], 1)
+
+
+def make_model(rank, fault="none", microbatch=0, in_backward=False, num_stages=3):
+    torch.manual_seed(0)
+    faulty = Faulty(fault, microbatch, in_backward)
+    return [nn.Sequential(KeepsFirst(), faulty if s == rank else nn.Identity()) for s in range(num_stages)]
+
+
+def make_batch(num_microbatches=4, rows=2):
+    x = torch.randn(num_microbatches * rows, 4)
+    x[:, 0] = torch.arange(num_microbatches).repeat_interleave(rows)
+    return x, torch.randn(num_microbatches * rows, 4)
+
+
+@pytest.fixture(scope="module")
+def lab():
+    with gl.Lab(3, device="cpu") as made:
+        yield made
+
+
+@pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("rank", range(3))
+@pytest.mark.parametrize("fault", ["exception", "exit", "kill"])
+def test_a_failed_rank_is_named_and_the_next_run_works(lab, fault, rank, in_backward):
+    x, y = make_batch()
+    for make in (gl.gpipe, gl.one_f_one_b):
+        began = time.monotonic()
+        with pytest.raises(gl.RankFailed) as caught:
+            lab.run(make(3, 4), make_model(rank, fault, 2, in_backward), x, y, loss_fn=F.mse_loss)
+        took = time.monotonic() - began
+        assert took < 3, took
+        assert caught.value.rank == rank
+        assert caught.value.op == gl.Op(gl.Kind.B if in_backward else gl.Kind.F, rank, 2)
+        text = str(caught.value)
+        assert f"rank {rank}" in text and f"stage {rank}" in text and "micro-batch 2" in text
+        expected = {"exception": "a fault on purpose", "exit": "exit code 3", "kill": "SIGKILL"}
+        assert expected[fault] in text
+        run = lab.run(make(3, 4), make_model(None), x, y, loss_fn=F.mse_loss)
+        assert run.loss > 0
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_a_hanging_rank_can_be_stopped(lab, rank):
+    x, y = make_batch()
+    threading.Timer(0.5, lab.stop).start()
+    began = time.monotonic()
+    with pytest.raises(gl.RunStopped):
+        lab.run(gl.gpipe(3, 4), make_model(rank, "hang", 1), x, y, loss_fn=F.mse_loss)
+    assert time.monotonic() - began < 2.5
+    assert lab.run(gl.gpipe(3, 4), make_model(None), x, y, loss_fn=F.mse_loss).loss > 0
+
+
+def test_the_original_error_is_the_cause(lab):
+    x, y = make_batch()
+    with pytest.raises(gl.RankFailed) as caught:
+        lab.run(gl.gpipe(3, 4), make_model(1, "exception", 0), x, y, loss_fn=F.mse_loss)
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert "in fail" in str(caught.value)  # the rank's own traceback
+
+
+class Shrinks(nn.Module):
+    """An output whose shape hangs on the data: the other end cannot prepare for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x)[:, : 2 + int(x[0, 0])]
+
+
+class AnyWidth(nn.Module):
+    def forward(self, x):
+        return x.sum(1, keepdim=True).expand(-1, 4)
+
+
+def test_a_message_that_is_not_what_was_agreed_is_compared_field_by_field(lab):
+    x, y = make_batch(2)
+    model = [Shrinks(), AnyWidth(), nn.Linear(4, 4)]
+    with pytest.raises(gl.RankFailed, match=r"tensor 0, shape: \(2, 3\) instead of \(2, 2\)"):
+        lab.run(gl.gpipe(3, 2), model, x, y, loss_fn=F.mse_loss)
+
+
+def test_a_loss_that_is_not_one_number_is_refused(lab):
+    x, y = make_batch()
+    with pytest.raises(gl.RankFailed, match="a loss is one number"):
+        lab.run(gl.gpipe(3, 4), make_model(None), x, y, loss_fn=lambda a, b: (a - b).square())
+
+
+class Wrapped:
+    def __init__(self, x):
+        self.x = x
+
+
+class Wraps(nn.Module):
+    def forward(self, x):
+        return Wrapped(x)
+
+
+def test_what_cannot_cross_a_boundary_is_named(lab):
+    x, y = make_batch()
+    with pytest.raises(gl.RankFailed, match="Wrapped"):
+        lab.run(gl.gpipe(3, 4), [Wraps(), nn.Identity(), nn.Identity()], x, y, loss_fn=F.mse_loss)
+
+
+def test_fifty_runs_in_a_row_leave_nothing_behind(lab):
+    import psutil
+
+    x, y = make_batch()
+
+    def state(context):
+        process = psutil.Process()
+        return process.num_fds(), process.num_threads()
+
+    def run():
+        lab.run(gl.gpipe(3, 4), make_model(None), x, y, loss_fn=F.mse_loss, warmup=False)
+
+    run()
+    before, mine = lab.call(state, [()] * 3), psutil.Process().num_fds()
+    for _ in range(50):
+        run()
+    assert lab.call(state, [()] * 3) == before
+    assert psutil.Process().num_fds() == mine

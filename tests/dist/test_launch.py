@@ -1,0 +1,192 @@
+"""`lab.launch`: any torch.distributed program, on every rank, from a cell or a script."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+
+from gpipe_lab.lab.failures import RankFailed
+from gpipe_lab.lab.lab import Lab
+from gpipe_lab.plan.errors import InputError
+
+pytestmark = pytest.mark.dist
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def lab():
+    with Lab(4, device="cpu") as lab:
+        yield lab
+
+
+def test_a_program_gets_its_rank_and_arguments(lab):
+    assert lab.launch(lambda context, a, b: (context.rank, dist.get_rank(), a + b), 1, 2) == [
+        (rank, rank, 3) for rank in range(4)
+    ]
+
+
+def test_collectives_and_messages(lab):
+    def program(context):
+        total = torch.ones(2) * context.rank
+        dist.all_reduce(total)
+        received = torch.zeros(1)
+        if context.rank % 2 == 0:
+            dist.send(torch.ones(1) * context.rank, context.rank + 1)
+        else:
+            dist.recv(received, context.rank - 1)
+        return total.tolist(), received.item()
+
+    assert lab.launch(program) == [([6, 6], 0), ([6, 6], 0), ([6, 6], 0), ([6, 6], 2)]
+
+
+def test_groups_and_device_meshes_can_be_made_at_any_time(lab):
+    def program(context):
+        from torch.distributed.device_mesh import init_device_mesh
+
+        odd = dist.new_group([1, 3])
+        total = torch.ones(1) * context.rank
+        if context.rank in (1, 3):
+            dist.all_reduce(total, group=odd)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipe"))
+        along = torch.ones(1) * context.rank
+        dist.all_reduce(along, group=mesh.get_group("pipe"))
+        return total.item(), along.item()
+
+    for _ in range(2):
+        assert lab.launch(program) == [(0, 1), (4, 1), (2, 5), (4, 5)]
+
+
+def test_a_program_finds_no_message_of_an_earlier_one(lab):
+    def leave_behind(context):
+        if context.rank == 0:
+            context.state["held"] = dist.isend(torch.full((1,), 9.0), 1)
+        if context.rank == 2:
+            context.state["held"] = dist.all_reduce(torch.ones(1), async_op=True)
+
+    def receive(context):
+        value = torch.zeros(1)
+        if context.rank == 0:
+            dist.send(torch.full((1,), 5.0), 1)
+        if context.rank == 1:
+            dist.recv(value, 0)
+        return value.item()
+
+    lab.launch(leave_behind)
+    begin = time.perf_counter()
+    assert lab.launch(receive) == [0, 5, 0, 0]
+    print(f"launch with a renewed group: {(time.perf_counter() - begin) * 1e3:.0f} ms")
+
+
+def test_a_program_may_end_the_group_itself(lab):
+    generation = lab.generation
+    lab.launch(lambda context: dist.destroy_process_group())
+    assert lab.launch(lambda context: dist.get_world_size()) == [4] * 4
+    assert lab.generation == generation
+
+
+def test_what_belongs_to_a_group_ends_with_it_and_the_state_does_not(lab):
+    def keep(context):
+        context.groups["mine"] = context.state["mine"] = context.rank
+
+    lab.launch(keep)
+    assert lab.launch(lambda context: "mine" in context.groups) == [True] * 4
+    lab.launch(lambda context: dist.barrier())
+    assert lab.launch(lambda context: (dict(context.groups), context.state["mine"])) == [
+        ({}, rank) for rank in range(4)
+    ]
+
+
+def test_ranks_that_wait_for_a_dead_one_are_not_blamed(lab):
+    def program(context):
+        if context.rank == 2:
+            os._exit(1)
+        dist.barrier()
+
+    for _ in range(5):
+        with pytest.raises(RankFailed, match=r"^rank 2 died \(exit code 1\)"):
+            lab.launch(program)
+
+
+def test_what_is_not_a_function_is_refused_before_anything_runs(lab):
+    before = lab.launch(lambda context: os.getpid())
+    with pytest.raises(InputError, match="launch runs a function"):
+        lab.launch("print('x')")
+    assert lab.launch(lambda context: os.getpid()) == before
+
+
+SCRIPT = """
+import torch, torch.distributed as dist
+from gpipe_lab.lab.lab import Lab
+
+print("the script begins")
+before = dict(globals())
+OFFSET = 10
+
+class Layer(torch.nn.Module):
+    def forward(self, x):
+        return x + OFFSET
+
+def program(context, layer):
+    print("hello")
+    x = layer(torch.ones(1) * context.rank)
+    dist.all_reduce(x)
+    return x.item(), layer
+
+results = Lab(2, device="cpu").launch(program, Layer())
+kept = all(globals().get(name) is before.get(name) for name in ("__file__", "__spec__"))
+print([value for value, _ in results], type(results[0][1]) is Layer, kept)
+"""
+
+
+@pytest.mark.parametrize("how", ["file", "module", "stdin"])
+def test_a_script_without_a_main_guard_works(tmp_path, how):
+    (tmp_path / "my_script.py").write_text(SCRIPT)
+    command = {"file": ["my_script.py"], "module": ["-m", "my_script"], "stdin": ["-"]}[how]
+    begin = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        input=SCRIPT if how == "stdin" else "",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    print(f"whole script, interpreter included: {time.perf_counter() - begin:.1f} s")
+    assert done.stderr == ""
+    lines = done.stdout.splitlines()
+    assert lines[0] == "the script begins"
+    assert sorted(lines[1:3]) == ["[rank 0] hello", "[rank 1] hello"]
+    assert lines[3:] == ["[21.0, 21.0] True True"]
+
+
+def test_the_first_lab_is_ready_soon(tmp_path):
+    script = textwrap.dedent("""
+        import time, torch
+        begin = time.perf_counter()
+        from gpipe_lab.lab.lab import Lab
+        lab = Lab(8, device="cpu")
+        print(time.perf_counter() - begin)
+    """)
+    for _ in range(3):  # the machine may be busy
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.stderr == ""
+        print(f"first lab, of 8: {float(done.stdout):.2f} s (limit 4 s)")
+        if float(done.stdout) < 4:
+            return
+    pytest.fail("the first lab took over 4 s")

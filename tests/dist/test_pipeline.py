@@ -1,0 +1,181 @@
+"""A pipeline whose weights stay on the workers: training, accumulating, evaluating, saving."""
+
+import functools
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gpipe_lab as gl
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
+ADAM = functools.partial(torch.optim.AdamW, lr=0.01)
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(8)]).double()
+
+
+def make_batch(rows=10, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(rows, 6, generator=generator, dtype=torch.float64) for _ in range(2))
+
+
+def train_in_one_process(model, make_optimizer, num_steps, max_norm=None, make_scheduler=None):
+    optimizer = make_optimizer(model.named_parameters())
+    scheduler = make_scheduler(optimizer) if make_scheduler else None
+    losses = []
+    for step in range(num_steps):
+        x, y = make_batch(seed=step)
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        if max_norm:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        if scheduler:
+            scheduler.step()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+@pytest.mark.parametrize("make", [gl.naive, gl.gpipe, gl.one_f_one_b])
+@pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["sgd", "adamw"])
+def test_training_equals_one_process(lab_of, make, optimizer):
+    losses, state = train_in_one_process(make_model(), optimizer, 5)
+    for num_stages in (1, 2, 4):
+        pipe = lab_of(num_stages).pipeline(make_model(), loss_fn=F.mse_loss, optimizer=optimizer)
+        mine = [pipe.step(make(num_stages, 4), *make_batch(seed=step)).loss for step in range(5)]
+        assert mine == pytest.approx(losses, rel=1e-11)
+        assert list(pipe.state_dict()) == list(state)
+        for name, value in pipe.state_dict().items():
+            assert torch.allclose(value, state[name], rtol=1e-10, atol=1e-12), name
+
+
+def test_clipping_uses_the_norm_over_all_stages_and_schedulers_step(lab_of):
+    halve = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
+    losses, state = train_in_one_process(make_model(), SGD, 5, max_norm=0.01, make_scheduler=halve)
+    pipe = lab_of(4).pipeline(make_model(), loss_fn=F.mse_loss, optimizer=SGD, scheduler=halve, max_norm=0.01)
+    runs = [pipe.step(gl.gpipe(4, 3), *make_batch(seed=step)) for step in range(5)]
+    assert [run.loss for run in runs] == pytest.approx(losses, rel=1e-11)
+    for name, value in pipe.state_dict().items():
+        assert torch.allclose(value, state[name], rtol=1e-10, atol=1e-12)
+    assert runs[0].grad_norm > 0.01
+
+
+def test_two_steps_without_zeroing_give_exactly_twice_one(lab_of):
+    pipe = lab_of(3).pipeline(make_model(), loss_fn=F.mse_loss)
+    x, y = make_batch()
+    for schedule in (gl.gpipe(3, 4), gl.one_f_one_b(3, 4)):
+        pipe.zero_grad()
+        pipe.step(schedule, x, y, update=False)
+        once = pipe.gradients()
+        pipe.step(schedule, x, y, update=False)
+        twice = pipe.gradients()
+        assert all(torch.equal(twice[name], 2 * g) for name, g in once.items())
+
+
+def test_after_an_update_the_next_step_starts_from_zero(lab_of):
+    frozen = functools.partial(torch.optim.SGD, lr=0.0)
+    pipe = lab_of(2).pipeline(make_model(), loss_fn=F.mse_loss, optimizer=frozen)
+    x, y = make_batch()
+    pipe.step(gl.gpipe(2, 2), x, y)
+    once = pipe.gradients()
+    pipe.step(gl.gpipe(2, 2), x, y)
+    assert all(torch.equal(pipe.gradients()[name], g) for name, g in once.items())
+
+
+def test_train_evaluate_predict_in_any_order(lab_of):
+    model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6), nn.Dropout(0.5)).double()
+    x, y = make_batch()
+    pipe = lab_of(2).pipeline(model, loss_fn=F.mse_loss, optimizer=SGD)
+    model.eval()
+    with torch.no_grad():
+        assert pipe.evaluate(x, y, num_microbatches=3) == pytest.approx(
+            F.mse_loss(model(x), y).item(), rel=1e-12
+        )
+    first = pipe.step(gl.gpipe(2, 2), x, y, update=False).loss
+    pipe.zero_grad()
+    model.load_state_dict(pipe.state_dict())
+    with torch.no_grad():
+        assert torch.allclose(pipe.predict(x, num_microbatches=4), model(x), rtol=1e-12)
+    other = lab_of(2).pipeline(model, loss_fn=F.mse_loss, optimizer=SGD)
+    assert other.step(gl.gpipe(2, 2), x, y).loss == first  # an evaluation between changes nothing
+
+
+def test_batches_of_changing_size(lab_of):
+    pipe = lab_of(2).pipeline(make_model(), loss_fn=F.mse_loss)
+    for rows in (8, 5, 8, 13, 5):
+        x, y = make_batch(rows)
+        model = make_model()
+        F.mse_loss(model(x), y).backward()
+        pipe.zero_grad()
+        pipe.step(gl.gpipe(2, 4), x, y, update=False)
+        for name, parameter in model.named_parameters():
+            assert torch.allclose(pipe.gradients()[name], parameter.grad, rtol=1e-10)
+
+
+def test_saved_from_four_stages_loaded_into_any_and_into_torch(lab_of, tmp_path):
+    pipe = lab_of(4).pipeline(make_model(), loss_fn=F.mse_loss, optimizer=SGD)
+    x, y = make_batch()
+    pipe.step(gl.gpipe(4, 2), x, y)
+    path = pipe.save(tmp_path / "weights.pt")
+    assert os.listdir(tmp_path) == ["weights.pt"]
+    saved = pipe.state_dict()
+    expected = pipe.evaluate(x, y)
+    plain = make_model()
+    plain.load_state_dict(torch.load(path, weights_only=True))
+    assert F.mse_loss(plain(x), y).item() == pytest.approx(expected, rel=1e-12)
+    for num_stages in (1, 2, 8):
+        other = lab_of(num_stages).pipeline(make_model(), loss_fn=F.mse_loss)
+        other.load(path)
+        assert all(torch.equal(value, saved[name]) for name, value in other.state_dict().items())
+        assert other.evaluate(x, y) == pytest.approx(expected, rel=1e-12)
+
+
+class FailsOnce(nn.Module):
+    def forward(self, x):
+        if (x > 100).any():
+            raise ValueError("too large")
+        return x
+
+
+def test_after_a_failure_the_pipeline_is_lost_until_reloaded():
+    with gl.Lab(2, device="cpu") as lab:
+        model = nn.Sequential(nn.Linear(6, 6), FailsOnce(), nn.Linear(6, 6)).double()
+        pipe = lab.pipeline(model, loss_fn=F.mse_loss, optimizer=SGD)
+        x, y = make_batch()
+        pipe.step(gl.gpipe(2, 2), x, y)
+        state = pipe.state_dict()
+        with pytest.raises(gl.RankFailed, match="too large"):
+            pipe.step(gl.gpipe(2, 2), x + 1e6, y)
+        for use in (pipe.gradients, pipe.state_dict, pipe.zero_grad, lambda: pipe.step(gl.gpipe(2, 2), x, y)):
+            with pytest.raises(gl.PipelineLost, match="remedy"):
+                use()
+        pipe.load_state_dict(state)
+        assert all(torch.equal(value, state[name]) for name, value in pipe.state_dict().items())
+        pipe.step(gl.gpipe(2, 2), x, y)
+
+
+def test_two_pipelines_on_one_lab_do_not_mix(lab_of):
+    lab = lab_of(2)
+    x, y = make_batch()
+    first = lab.pipeline(make_model(), loss_fn=F.mse_loss, optimizer=SGD)
+    second = lab.pipeline(make_model(), loss_fn=F.mse_loss, optimizer=SGD)
+    first.step(gl.gpipe(2, 2), x, y)
+    lab.run(gl.gpipe(2, 2), make_model(), x, y, loss_fn=F.mse_loss)
+    initial = make_model().state_dict()
+    assert all(torch.equal(value, initial[name]) for name, value in second.state_dict().items())
+    del first
+    second.step(gl.gpipe(2, 2), x, y)
+
+
+def test_missing_weights_are_named(lab_of):
+    pipe = lab_of(2).pipeline(make_model(), loss_fn=F.mse_loss)
+    state = pipe.state_dict()
+    del state["3.0.weight"]
+    with pytest.raises(gl.RankFailed, match=r"0\.weight"):
+        pipe.load_state_dict(state)

@@ -1,0 +1,237 @@
+"""The engine's pure parts, without processes."""
+
+import threading
+from collections import namedtuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from gpipe_lab.engine import corpus as corpus_module
+from gpipe_lab.engine.executor import segment_layers
+from gpipe_lab.engine.ledger import Ledger, OutOfMemory
+from gpipe_lab.engine.links import tag_of
+from gpipe_lab.engine.message import check_agreed, dense, pack, raw_bytes
+from gpipe_lab.engine.microbatch import merge, microbatch_sizes, signature, split
+from gpipe_lab.engine.seeding import layer_seed
+from gpipe_lab.engine.stage import Objective, Stage, StepContext
+from gpipe_lab.engine.streams import CpuDevice
+from gpipe_lab.engine.tracer import Tracer
+from gpipe_lab.engine.tree import flatten, unflatten
+from gpipe_lab.plan.lowering import lower
+from gpipe_lab.plan.ops import TRANSFERS, Kind, Op
+from gpipe_lab.plan.schedule import peer
+from gpipe_lab.plan.schedules import one_f_one_b
+
+Pair = namedtuple("Pair", "left right")
+
+trees = st.recursive(
+    st.integers() | st.none() | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text(max_size=2), inner, max_size=3)
+        | st.builds(Pair, inner, inner)
+    ),
+    max_leaves=8,
+)
+
+
+@given(trees)
+@settings(deadline=None, derandomize=True)
+def test_any_nesting_is_put_together_as_it_was(tree):
+    leaves, spec = flatten(tree)
+    rebuilt = unflatten(leaves, spec)
+    assert rebuilt == tree and type(rebuilt) is type(tree)
+
+
+@given(st.integers(1, 200), st.integers(1, 40))
+@settings(deadline=None, derandomize=True)
+def test_microbatch_sizes_are_even_and_complete(rows, num_microbatches):
+    if rows < num_microbatches:
+        with pytest.raises(ValueError, match="at least one row"):
+            microbatch_sizes(rows, num_microbatches)
+        return
+    sizes = microbatch_sizes(rows, num_microbatches)
+    assert sum(sizes) == rows and len(sizes) == num_microbatches
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_split_makes_copies_and_merge_undoes_it():
+    batch = {"x": torch.randn(10, 3), "y": (torch.arange(10), 5)}
+    parts = split(batch, 4)
+    assert [len(part["x"]) for part in parts] == [3, 3, 2, 2]
+    assert parts[0]["x"].untyped_storage().nbytes() == 3 * 3 * 4
+    merged = merge(parts)
+    assert torch.equal(merged["x"], batch["x"]) and torch.equal(merged["y"][0], batch["y"][0])
+    assert signature(parts[0]) == signature(parts[1]) != signature(parts[2])
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(3, 4),
+        torch.randn(3, 4).t(),
+        torch.randn(2, 3, 4).permute(2, 0, 1),
+        torch.randn(5, 1).expand(5, 3),
+        torch.randn(10)[::2],
+        torch.tensor(3.0),
+        torch.zeros(0, 4),
+        torch.arange(6) > 2,
+        torch.randn(4, dtype=torch.bfloat16),
+        torch.randn(2, 2, dtype=torch.complex64),
+    ],
+)
+def test_raw_bytes_carry_any_tensor(tensor):
+    sent = dense(tensor)
+    received = torch.empty_strided(sent.shape, sent.stride(), dtype=sent.dtype)
+    raw_bytes(received).copy_(raw_bytes(sent))
+    assert torch.equal(received, tensor)
+    assert raw_bytes(sent).numel() == tensor.numel() * tensor.element_size()
+
+
+def test_a_changed_message_says_which_fields_differ():
+    agreed = pack({"a": torch.zeros(2, 3), "n": 1}, needs_gradient=[True], where="").meta
+    changed = pack({"a": torch.zeros(2, 3).double(), "n": 2}, needs_gradient=[True], where="").meta
+    with pytest.raises(RuntimeError, match=r"dtype: torch.float64 instead of torch.float32; value 1: 2 inst"):
+        check_agreed(changed, agreed, "here")
+    with pytest.raises(RuntimeError, match="nesting"):
+        check_agreed(pack((torch.zeros(1),), needs_gradient=[False], where="").meta, agreed, "here")
+
+
+def test_every_transfer_has_its_own_tag_and_both_ends_the_same():
+    schedule = lower(one_f_one_b(4, 6))
+    transfers = [op for op in schedule.rank_of if op.kind in TRANSFERS]
+    tags = {op: tag_of(op, 4) for op in transfers}
+    assert all(tags[op] == tags[peer(op)] for op in transfers)
+    assert len(set(tags.values())) == len(transfers) / 2
+
+
+def test_segments_hold_every_layer_once():
+    for num_layers in range(1, 10):
+        for every in range(1, 10):
+            segments = segment_layers(num_layers, -(-num_layers // every), every)
+            assert [layer for segment in segments for layer in segment] == list(range(num_layers))
+            assert max(map(len, segments)) <= every
+
+
+def test_seeds_differ_by_everything_that_keys_them():
+    keys = [(s, t, layer, m) for s in range(3) for t in range(3) for layer in range(12) for m in range(12)]
+    assert len({layer_seed(*key) for key in keys}) == len(keys)
+
+
+def test_the_ledger_may_be_used_from_several_threads():
+    ledger = Ledger(0)
+
+    def work():
+        for _ in range(300):
+            tensor = torch.empty(100)
+            ledger.release("saved", ledger.hold("saved", [tensor]))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert ledger.total == 0
+
+
+def test_a_limit_names_what_is_held():
+    ledger = Ledger(2, limit_bytes=1000)
+    ledger.hold("parameters", [torch.empty(100)])
+    with pytest.raises(OutOfMemory, match=r"rank 2 .*limit 1,000 B .*parameters 400 B, saved 800 B"):
+        ledger.hold("saved", [torch.empty(200)])
+
+
+def test_a_snapshot_keeps_the_highest_point_within_an_operation():
+    ledger = Ledger(0)
+    ledger.begin(0.0)
+    ledger.start(Op(Kind.B, 0, 0), 3, 1.0)
+    ledger.release("saved", ledger.hold("saved", [torch.empty(100)]))
+    ledger.snapshot(2.0)
+    rows = ledger.memory_rows([stamp for _, stamp, *_ in ledger.rows])
+    assert [(r.time_ms, r.bytes, r.op_index) for r in rows if r.category == "saved"] == [
+        (0.0, 0, 0),
+        (1.0, 400, 3),
+        (2.0, 0, 3),
+    ]
+
+
+class LateDevice(CpuDevice):
+    """Runs behind its host like a GPU: a stamp is a ticket whose time is known only when all is over."""
+
+    def __init__(self):
+        self.issued = []
+        self.is_over = False
+
+    def stamp(self):
+        self.issued.append(len(self.issued))
+        return self.issued[-1]
+
+    def times(self, stamps):
+        assert self.is_over, "nothing may read a time while the step runs"
+        return [100.0 + 10.0 * ticket for ticket in stamps]
+
+
+def test_times_are_read_only_when_the_step_is_over():
+    device = LateDevice()
+    tracer, ledger = Tracer(0, device), Ledger(0)
+    stage = Stage(0, [nn.Linear(4, 4)], 0, device, ledger)
+    x = torch.randn(2, 4)
+    ledger.begin(device.stamp())
+    for index, kind in enumerate((Kind.F, Kind.B)):
+        op = Op(kind, 0, 0)
+        start = device.stamp()
+        ledger.start(op, index, start)
+        if kind is Kind.F:
+            stage.forward(0, x, [False], StepContext(), objective=Objective(F.mse_loss, x, 1.0))
+        else:
+            stage.backward(0)
+        end = device.stamp()
+        ledger.snapshot(end)
+        tracer.add("compute", op, start, end)
+    device.is_over = True
+    events = tracer.events()
+    assert [e.start_ms for e in events] == [110.0, 130.0]
+    rows = ledger.memory_rows(device.times([stamp for _, stamp, *_ in ledger.rows]))
+    assert {row.time_ms for row in rows} <= {100.0, 110.0, 120.0, 130.0, 140.0}
+    assert max(r.bytes for r in rows if r.category == "saved") > 0
+
+
+def test_a_stage_gives_what_autograd_gives():
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    stage = Stage(1, list(layers), 3, CpuDevice(), Ledger(0))
+    x = torch.randn(6, 4, dtype=torch.float64)
+    given = torch.randn(6, 3, dtype=torch.float64)
+    for segments in (None, [range(0, 3)], [range(0, 2), range(2, 3)]):
+        layers.zero_grad()
+        output = stage.forward(0, x, [True], StepContext(), segments=segments)
+        assert output.needs_gradient == [True] and not output.tree.requires_grad
+        for segment in reversed(range(len(segments or [0]))):
+            if segments is not None:
+                stage.recompute(0, segment)
+            gradients = stage.backward(0, segment, [given] if segment == len(segments or [0]) - 1 else None)
+        mine = [p.grad.clone() for p in layers.parameters()]
+        layers.zero_grad()
+        leaf = x.clone().requires_grad_()
+        layers(leaf).backward(given)
+        assert torch.allclose(gradients[0], leaf.grad, rtol=1e-13)
+        assert all(
+            torch.allclose(a, p.grad, rtol=1e-13) for a, p in zip(mine, layers.parameters(), strict=True)
+        )
+
+
+def test_the_corpus_is_text_and_its_batches_are_shifted_by_one():
+    text = corpus_module.corpus(10_000)
+    assert text.dtype == torch.int64 and int(text.max()) < corpus_module.VOCABULARY
+    assert "import" in bytes(text.to(torch.uint8)).decode()
+    inputs, targets = corpus_module.batch(text, 3, rows=5, length=7)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    again, _ = corpus_module.batch(text, 3, rows=5, length=7)
+    assert torch.equal(inputs, again)
+    other, _ = corpus_module.batch(text, 4, rows=5, length=7)
+    assert not torch.equal(inputs, other)
