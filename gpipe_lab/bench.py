@@ -1,0 +1,271 @@
+"""`python -m gpipe_lab.bench`: what the engine costs, beside torch's own pipelining in the same run.
+
+Prints a table and, with `--out FILE.csv`, writes it with its origin. Absolute times depend on the machine;
+ratios within one run are what counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pandas
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+from .engine.pace import Pace
+from .engine.streams import now_ms
+from .lab.lab import Lab
+from .lab.worker import RankContext
+from .plan.formulas import pipeline_ms
+from .plan.schedules import gpipe, one_f_one_b
+from .plan.simulate import replay
+
+WIDTH = 16
+TORCH_SCHEDULES = {"gpipe": ScheduleGPipe, "one_f_one_b": Schedule1F1B}
+SCHEDULES = {"gpipe": gpipe, "one_f_one_b": one_f_one_b}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured value: the median of `repeats`, with the smallest and the largest."""
+
+    what: str
+    engine: str
+    value: float
+    unit: str
+    least: float
+    most: float
+    repeats: int
+
+
+def figure(what: str, engine: str, values: list[float], unit: str) -> Figure:
+    return Figure(what, engine, median(values), unit, min(values), max(values), len(values))
+
+
+class _BackwardEnds(torch.autograd.Function):
+    """Runs last in a stage's backward: waits until the backward has lasted as long as it is to last."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor, stage: PacedStage) -> torch.Tensor:
+        ctx.stage = stage
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        _sleep_until(ctx.stage.backward_started + ctx.stage.backward_ms)
+        return gradient, None, None
+
+
+class _BackwardStarts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, stage: PacedStage) -> torch.Tensor:
+        ctx.stage = stage
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.stage.backward_started = now_ms()
+        return gradient, None
+
+
+class PacedStage(nn.Module):
+    """A layer that takes a set time forward and backward in any engine, counted from its own start."""
+
+    def __init__(self, forward_ms: float, backward_ms: float) -> None:
+        super().__init__()
+        self.forward_ms = forward_ms
+        self.backward_ms = backward_ms
+        self.backward_started = 0.0
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.anchor = nn.Parameter(torch.zeros(()))  # so that a first stage has a backward to its input
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        started = now_ms()
+        y = _BackwardStarts.apply(self.linear(_BackwardEnds.apply(x, self.anchor, self)), self)
+        _sleep_until(started + self.forward_ms)
+        return y
+
+
+def _sleep_until(moment_ms: float) -> None:
+    time.sleep(max(0.0, moment_ms - now_ms()) / 1000)
+
+
+def torch_step(
+    context: RankContext,
+    stages: list[nn.Module],
+    schedule: str,
+    num_microbatches: int,
+    x: torch.Tensor,
+    repeats: int,
+) -> list[tuple[float, float]]:
+    """(start, end) in ms of each step of torch's own schedule on this rank, after one that warms up."""
+    stage = PipelineStage(stages[context.rank], context.rank, context.num_ranks, torch.device("cpu"))
+    step = TORCH_SCHEDULES[schedule](stage, num_microbatches, loss_fn=F.mse_loss)
+    args = (x,) if context.rank == 0 else ()
+    target = x if context.rank == context.num_ranks - 1 else None
+    spans = []
+    for _ in range(repeats + 1):
+        dist.barrier()
+        start = now_ms()
+        step.step(*args, target=target)
+        spans.append((start, now_ms()))
+    return spans[1:]
+
+
+def torch_makespans(
+    lab: Lab, stages: list[nn.Module], schedule: str, num_microbatches: int, x: torch.Tensor, repeats: int
+) -> list[float]:
+    """From the first rank's start to the last one's end, for each step."""
+    by_rank = lab.launch(torch_step, stages, schedule, num_microbatches, x, repeats)
+    return [max(end for _, end in spans) - min(s for s, _ in spans) for spans in zip(*by_rank, strict=True)]
+
+
+def paced(
+    lab: Lab, num_stages: int, num_microbatches: int, forward_ms: float, repeats: int
+) -> Iterator[Figure]:
+    """Makespan over ideal with paced stages: what messages, waiting and the executor add."""
+    backward_ms = 2 * forward_ms
+    lab.resize(num_stages)
+    ideal = pipeline_ms(num_stages, num_microbatches, forward_ms, backward_ms)
+    what = f"paced makespan / ideal, P={num_stages} M={num_microbatches} {forward_ms:g} ms"
+    x = torch.randn(2 * num_microbatches, WIDTH)
+    plain = [nn.Linear(WIDTH, WIDTH) for _ in range(num_stages)]
+    stages: list[nn.Module] = [PacedStage(forward_ms, backward_ms) for _ in range(num_stages)]
+    pace = Pace(forward_ms=forward_ms, backward_ms=backward_ms)
+    for name, make in SCHEDULES.items():
+        schedule = make(num_stages, num_microbatches)
+        run = lab.run(schedule, plain, x, x, loss_fn=F.mse_loss, pace=pace, repeats=repeats)
+        yield figure(f"{what}, {name}", "gpipe_lab, paced", [t / ideal for t in run.makespans_ms], "ratio")
+        run = lab.run(schedule, stages, x, x, loss_fn=F.mse_loss, repeats=repeats)
+        yield figure(
+            f"{what}, {name}", "gpipe_lab, same layers", [t / ideal for t in run.makespans_ms], "ratio"
+        )
+        theirs = torch_makespans(lab, stages, name, num_microbatches, x, repeats)
+        yield figure(f"{what}, {name}", "torch, same layers", [t / ideal for t in theirs], "ratio")
+
+
+def real(lab: Lab, repeats: int, *, width: int = 768, num_microbatches: int = 8) -> Iterator[Figure]:
+    """Real computation on two ranks: speed-up over one process with the same micro-batches."""
+    layers = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(8)]
+    x = torch.randn(64 * num_microbatches, width)
+    lab.resize(1)
+    alone = lab.run(gpipe(1, num_microbatches), layers, x, x, loss_fn=F.mse_loss, repeats=repeats)
+    one = median(alone.makespans_ms)
+    lab.resize(2)
+    halves: list[nn.Module] = [nn.Sequential(*layers[:4]), nn.Sequential(*layers[4:])]
+    for name, make in SCHEDULES.items():
+        run = lab.run(make(2, num_microbatches), layers, x, x, loss_fn=F.mse_loss, repeats=repeats)
+        what = f"real compute, P=2 M={num_microbatches}, {name}"
+        yield figure(
+            f"{what}: speed-up over one process", "gpipe_lab", [one / t for t in run.makespans_ms], "x"
+        )
+        theirs = torch_makespans(lab, halves, name, num_microbatches, x, repeats)
+        yield figure(f"{what}: speed-up over one process", "torch", [one / t for t in theirs], "x")
+        ratio = run.trace.makespan_ms / replay(run.trace).makespan_ms
+        yield figure(f"{what}: makespan / simulated from its own op times", "gpipe_lab", [ratio], "ratio")
+
+
+def start_up(repeats: int) -> Iterator[Figure]:
+    """How long a learner waits for workers."""
+
+    def timed(action: Callable[[], Any]) -> float:
+        start = now_ms()
+        action()
+        return now_ms() - start
+
+    first: list[Lab] = []
+    yield figure("first lab of 8 workers ready", "gpipe_lab", [timed(lambda: first.append(Lab(8)))], "ms")
+    first.pop().close()
+    later = []
+    for _ in range(repeats):
+        later.append(timed(lambda: first.append(Lab(8))))
+        first.pop().close()
+    yield figure("later lab of 8 workers ready", "gpipe_lab", later, "ms")
+    with Lab(4) as lab:
+        trips = [timed(lambda: lab.call(_nothing, [()] * 4)) for _ in range(20 * repeats)]
+        yield figure("empty job's round trip, 4 workers", "gpipe_lab", trips, "ms")
+        x = torch.randn(12, WIDTH)
+
+        def change() -> None:
+            lab.resize(6)
+            lab.run(gpipe(6, 6), [nn.Linear(WIDTH, WIDTH) for _ in range(6)], x, x, loss_fn=F.mse_loss)
+
+        changes = []
+        for _ in range(repeats):
+            lab.resize(4)
+            changes.append(timed(change))
+        yield figure("P from 4 to 6 and the next run", "gpipe_lab", changes, "ms")
+
+
+def _nothing(context: RankContext) -> None:
+    """An empty job."""
+
+
+def measure(repeats: int) -> Iterator[Figure]:
+    yield from start_up(repeats)
+    with Lab(4) as lab:
+        yield from paced(lab, 4, 8, 10.0, repeats)
+        yield from paced(lab, 8, 32, 5.0, repeats)
+        yield from real(lab, repeats)
+
+
+def picture() -> bytes:
+    """A measured, paced run of GPipe at P=4, M=8, with what each rank held beneath it; a PNG."""
+    from .course.workload import tiny_batch, tiny_gpt
+    from .engine.layers import next_token_loss
+    from .view.gantt import plot_trace
+
+    inputs, targets = tiny_batch(32)
+    pace = Pace(forward_ms=15, backward_ms=30)
+    with Lab(4) as lab:
+        run = lab.run(gpipe(4, 8), tiny_gpt(), inputs, targets, loss_fn=next_token_loss, pace=pace, repeats=5)
+    return plot_trace(run.trace, run.memory).png()
+
+
+def origin() -> str:
+    """Where a record comes from, in one line."""
+    return (
+        f"{time.strftime('%Y-%m-%d')}; python {platform.python_version()}, torch {torch.__version__}, "
+        f"{os.cpu_count()} cores {platform.machine()}, {platform.system()}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m gpipe_lab.bench", description=__doc__)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="write the table as CSV, its origin in the first line")
+    parser.add_argument(
+        "--picture", type=Path, help="draw one paced run of GPipe as PNG, and measure nothing"
+    )
+    args = parser.parse_args()
+    if args.picture:
+        args.picture.write_bytes(picture())
+        return
+    print(origin(), flush=True)
+    figures = []
+    for found in measure(args.repeats):
+        figures.append(found)
+        print(
+            f"{found.what:<75} {found.engine:<23} {found.value:8.3f} {found.unit:<5} "
+            f"[{found.least:.3f}, {found.most:.3f}]",
+            flush=True,
+        )
+    if args.out:
+        table = pandas.DataFrame([asdict(f) for f in figures])
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(f"# {origin()}\n" + table.to_csv(index=False, float_format="%.4f"))
+
+
+if __name__ == "__main__":
+    main()
