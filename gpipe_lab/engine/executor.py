@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -12,12 +12,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..plan.memory import MemoryRow
 from ..plan.ops import COMPUTE, RECEIVES, SENDS, Kind, Op
-from ..plan.schedule import Schedule, peer
-from ..plan.trace import COMM_LANE, COMPUTE_LANE, WAIT_LANE, Event
+from ..plan.schedule import Schedule
+from ..plan.trace import COMPUTE_LANE, Event
 from .gradients import GradientBook
 from .ledger import Ledger
-from .links import Incoming, Links, Sent, tag_of
-from .message import MessageMeta, check_agreed, pack
+from .links import Links
+from .mailbox import Agreements, Mailbox, Value
 from .pace import Pace
 from .stage import Objective, Stage, StepContext
 from .streams import Device, now_ms
@@ -67,27 +67,6 @@ class RankResult:
     overran: int = 0
 
 
-@dataclass
-class Value:
-    """A stage's input, or the gradients of its output, on their way between two operations."""
-
-    tree: Tree
-    needs_gradient: list[bool]
-    held: list[int] = field(default_factory=list)  # what the ledger is to release once it is used
-
-
-class Agreements:
-    """Which messages both ends of every boundary have agreed on, by transfer and input signature.
-
-    It lives as long as the stages do. Every rank has seen the same steps, so each knows without asking
-    whether a step brings something new.
-    """
-
-    def __init__(self) -> None:
-        self.metas: dict[tuple[Kind, int, str], MessageMeta] = {}
-        self.seen: set[tuple[str, bool]] = set()
-
-
 class Executor:
     """Runs lowered schedules on one rank, with the stages that live there."""
 
@@ -113,6 +92,8 @@ class Executor:
             Kind.F: self._forward,
             Kind.R: self._recompute,
             Kind.B: self._backward,
+            Kind.I: self._backward,
+            Kind.W: self._backward_weight,
         }
 
     def run(self, job: StepJob, links: Links) -> RankResult:
@@ -123,12 +104,16 @@ class Executor:
             if op.kind in COMPUTE:
                 self._compute(op, index)
             elif op.kind in SENDS:
-                self._send(op)
+                self.mailbox.send(op, self.values.pop(self.schedule.needs[op][0]))
             elif op.kind in RECEIVES:
-                self._post_receive(op)
-            self._note_sent(self.links.completed())
-        self._note_sent(self.links.finish())
+                self.mailbox.post(op)
+            self.mailbox.settle()
+        self.mailbox.settle(wait=True)
+        for stage in self.stages.values():
+            stage.end()
+        self.gradients.finish_sums()
         self.board.clear()
+        self.result.bytes_sent = self.mailbox.bytes_sent
         self.result.losses = {m: loss.item() for m, loss in self.losses.items()}
         self.result.events = self.tracer.events()
         stamps = [stamp for _, stamp, *_ in self.ledger.rows]
@@ -136,27 +121,32 @@ class Executor:
         return self.result
 
     def _begin(self, job: StepJob, links: Links) -> None:
-        new = {(signature, job.step.gradients) for signature in job.signatures} - self.agreements.seen
-        self.agreements.seen |= new
         self.job = job
-        self.links = links
-        self.schedule = job.first_schedule if new else job.schedule
+        signatures = [f"{signature} {job.step.gradients}" for signature in job.signatures]
+        is_agreeing = self.agreements.bring_news(signatures)
+        self.schedule = job.first_schedule if is_agreeing else job.schedule
         self.tracer = Tracer(self.rank, self.device)
+        self.mailbox = Mailbox(
+            self.rank,
+            self.schedule,
+            signatures,
+            links=links,
+            agreements=self.agreements,
+            ledger=self.ledger,
+            tracer=self.tracer,
+        )
         self.result = RankResult(self.rank)
         self.losses: dict[int, torch.Tensor] = {}  # read off at the end, so that a GPU is not waited for
         self.values: dict[Op, Value] = {}  # by the operation that made or received them
-        self.incoming: dict[Op, tuple[Incoming, MessageMeta, list[int]]] = {}
         for stage in self.stages.values():
-            stage.reset()
+            stage.begin(training=job.step.training)
         self.device.begin_step()
         self.ledger.begin(self.device.stamp())
 
-    # Computation
-
     def _compute(self, op: Op, index: int) -> None:
         for needed in self.schedule.needs[op]:
-            if needed in self.incoming:
-                self._wait(needed)
+            if self.mailbox.expects(needed):
+                self.values[needed] = self.mailbox.fetch(needed)
         start, started_ms = self.device.stamp(), now_ms()
         self.ledger.start(op, index, start)
         if self.job.pace is None:
@@ -192,6 +182,7 @@ class Executor:
             self.job.step,
             objective=self._objective(op),
             segments=self._segments(op),
+            defer_weights=Op(Kind.W, op.stage, op.microbatch) in self.schedule.rank_of,
         )
         self.ledger.release("communication", entering.held)
         if op.stage < self.schedule.num_stages - 1:
@@ -207,16 +198,20 @@ class Executor:
 
     def _backward(self, op: Op) -> None:
         arriving = None
-        if op.segment == self.schedule.last_segment[op.stage, op.microbatch]:
+        if op.segment == self.schedule.last_segment.get((op.stage, op.microbatch), 0):
             arriving = self._arriving_gradients(op)
         gradients = self.stages[op.stage].backward(
             op.microbatch, op.segment, None if arriving is None else arriving.tree
         )
         if arriving is not None:
             self.ledger.release("communication", arriving.held)
-        self.gradients.count()
+        self.gradients.take_in()
         if op.segment == 0 and op.stage > 0:
             self.values[op] = Value(gradients, [False] * len(gradients))
+
+    def _backward_weight(self, op: Op) -> None:
+        self.stages[op.stage].backward_weight(op.microbatch)
+        self.gradients.take_in()
 
     def _arriving_gradients(self, op: Op) -> Value | None:
         """The gradients of a stage's output; None at the last stage, or where nothing needs one."""
@@ -239,68 +234,8 @@ class Executor:
         """How the schedule cuts this stage for this micro-batch, or None where nothing is recomputed."""
         if Op(Kind.R, op.stage, op.microbatch) not in self.schedule.rank_of:
             return None
-        count = 1 + self.schedule.last_segment[op.stage, op.microbatch]
+        count = 1 + self.schedule.last_segment.get((op.stage, op.microbatch), 0)
         return segment_layers(len(self.stages[op.stage].layers), count, self.job.every)
-
-    # Messages
-
-    def _send(self, op: Op) -> None:
-        (source,) = self.schedule.needs[op]
-        value = self.values.pop(source)
-        if op.kind is Kind.SEND_B and not value.tree:
-            return  # nothing at this boundary needs a gradient, and the other end knows
-        where = f"{op} on rank {self.rank}"
-        message = pack(value.tree, needs_gradient=value.needs_gradient, where=where)
-        to = self.schedule.stage_to_rank[peer(op).stage]
-        tag = tag_of(op, self.schedule.num_stages)
-        agreed = self.agreements.metas.setdefault(self._agreement(op), message.meta)
-        if agreed is message.meta:
-            self.links.send_meta(agreed, to, tag)
-        check_agreed(message.meta, agreed, where)
-        keys = self.ledger.hold(_outgoing(op), message.tensors)
-        self.links.send(op, message, to, tag).held = keys
-        link = (self.rank, to)
-        self.result.bytes_sent[link] = self.result.bytes_sent.get(link, 0) + message.num_bytes
-
-    def _post_receive(self, op: Op) -> None:
-        if op.kind is Kind.RECV_B and not self._expects_gradients(op):
-            return
-        send = peer(op)
-        source = self.schedule.stage_to_rank[send.stage]
-        tag = tag_of(op, self.schedule.num_stages)
-        key = self._agreement(send)
-        if key not in self.agreements.metas:
-            self.agreements.metas[key] = self.links.receive_meta(source, tag)
-        meta = self.agreements.metas[key]
-        incoming = self.links.receive(meta, source, tag)
-        self.incoming[op] = incoming, meta, self.ledger.hold("communication", incoming.tensors)
-
-    def _expects_gradients(self, op: Op) -> bool:
-        sent = self.agreements.metas[self._agreement(Op(Kind.SEND_F, op.stage, op.microbatch))]
-        return any(tensor.needs_gradient for tensor in sent.tensors)
-
-    def _wait(self, op: Op) -> None:
-        incoming, meta, keys = self.incoming.pop(op)
-        start = self.device.stamp()
-        received = incoming.wait()
-        end = self.device.stamp()
-        self.tracer.add(WAIT_LANE, op, start, end)
-        self.tracer.add(COMM_LANE, op, end, end)
-        flags = [tensor.needs_gradient for tensor in meta.tensors]
-        self.values[op] = Value(meta.assemble(received), flags, keys)
-
-    def _agreement(self, send: Op) -> tuple[Kind, int, str]:
-        return send.kind, send.stage, self.job.signatures[send.microbatch] + str(self.job.step.gradients)
-
-    def _note_sent(self, done: Sequence[Sent]) -> None:
-        for sent in done:
-            self.ledger.release(_outgoing(sent.op), sent.held)
-            self.tracer.add(COMM_LANE, sent.op, sent.start, sent.done.result())
-
-
-def _outgoing(op: Op) -> str:
-    """What a tensor under way counts as: an output may be saved for the backward as well, a gradient not."""
-    return "outputs" if op.kind is Kind.SEND_F else "communication"
 
 
 def segment_layers(num_layers: int, num_segments: int, every: int | None = None) -> list[range]:

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
+
 import torch
 from torch import nn
 
 from .ledger import Ledger
 
+HALF = (torch.bfloat16, torch.float16)
+
 
 class GradientBook:
     """Lets each step accumulate apart and adds it to `.grad` once.
 
-    Two steps without zeroing so give exactly twice one, whatever the number of micro-batches.
+    Two steps without zeroing so give exactly twice one, whatever the number of micro-batches. `borrowed`
+    has the ids of parameters that another rank owns: they are neither reported nor counted in a norm here.
     """
 
-    def __init__(self, parameters: dict[str, nn.Parameter], ledger: Ledger) -> None:
+    def __init__(
+        self, parameters: dict[str, nn.Parameter], ledger: Ledger, *, borrowed: Collection[int] = ()
+    ) -> None:
         self.parameters = parameters
         self.ledger = ledger
+        self._borrowed = borrowed
         self._before: dict[str, torch.Tensor] = {}
+        self._sums: dict[str, torch.Tensor] = {}  # in float32, of parameters with fewer bits
         self._keys: dict[str, list[int]] = {}
 
     def begin(self) -> None:
@@ -27,8 +36,28 @@ class GradientBook:
                 self._before[name] = parameter.grad
                 parameter.grad = None
 
-    def count(self) -> None:
-        """Tell the ledger of gradients that a backward has created."""
+    def take_in(self) -> None:
+        """After a backward: gradients of few bits go into float32 sums, and new ones into the ledger."""
+        for name, parameter in self.parameters.items():
+            if parameter.grad is None:
+                continue
+            held = parameter.grad
+            if parameter.dtype in HALF:
+                held = self._sums.setdefault(name, torch.zeros_like(parameter, dtype=torch.float32))
+                held.add_(parameter.grad)
+                parameter.grad = None
+            if name not in self._keys:
+                self._keys[name] = self.ledger.hold("gradients", [held])
+
+    def finish_sums(self) -> None:
+        """After the last backward: `.grad` is the sum over all micro-batches, rounded once."""
+        for name, total in self._sums.items():
+            self.ledger.release("gradients", self._keys.pop(name))
+            self.parameters[name].grad = total.to(self.parameters[name].dtype)
+        self._sums.clear()
+        self._count()
+
+    def _count(self) -> None:
         for name, parameter in self.parameters.items():
             if parameter.grad is not None and name not in self._keys:
                 self._keys[name] = self.ledger.hold("gradients", [parameter.grad])
@@ -40,7 +69,7 @@ class GradientBook:
             self.ledger.release("gradients", self._keys.pop(name, []))
             parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
         self._before.clear()
-        self.count()
+        self._count()
 
     def zero(self) -> None:
         for parameter in self.parameters.values():
@@ -51,8 +80,7 @@ class GradientBook:
 
     def squared_norm(self) -> float:
         """The sum of squares of this rank's gradients, in float64."""
-        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        return sum(g.double().square().sum().item() for g in gradients)
+        return sum(gradient.double().square().sum().item() for _, gradient in self._owned())
 
     def scale(self, factor: float) -> None:
         for parameter in self.parameters.values():
@@ -61,8 +89,9 @@ class GradientBook:
 
     def copies(self) -> dict[str, torch.Tensor]:
         """The gradients by parameter name, on the CPU; a parameter without one is left out."""
-        return {
-            name: parameter.grad.detach().cpu().clone()
-            for name, parameter in self.parameters.items()
-            if parameter.grad is not None
-        }
+        return {name: gradient.detach().cpu().clone() for name, gradient in self._owned()}
+
+    def _owned(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None and id(parameter) not in self._borrowed:
+                yield name, parameter.grad

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..plan.ops import Kind, Op
-from ..plan.trace import COMPUTE_LANE, Event
+from ..plan.trace import COMM_LANE, COMPUTE_LANE, Event
 from .executor import Board, Executor, RankResult, StepJob
 from .gradients import GradientBook
 from .ledger import Ledger
@@ -20,6 +20,7 @@ from .loss import LossFn
 from .seeding import init_seed
 from .stage import Stage
 from .streams import Device
+from .ties import Tie, Tied, join_locally
 
 Layer = nn.Module | Callable[[], nn.Module]  # a factory builds its layer where it is to live
 NamedParameters = list[tuple[str, nn.Parameter]]
@@ -44,6 +45,7 @@ class PipelineSpec:
     optimizer: Callable[[NamedParameters], torch.optim.Optimizer] | None = None
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
     max_norm: float | None = None
+    ties: tuple[Tie, ...] = ()
     seed: int = 0
     limit_bytes: int | None = None
 
@@ -51,15 +53,21 @@ class PipelineSpec:
 class RankPipeline:
     """Stages with weights that stay from step to step."""
 
-    def __init__(self, rank: int, spec: PipelineSpec, device: Device, board: Board) -> None:
+    def __init__(
+        self, rank: int, spec: PipelineSpec, device: Device, board: Board, groups: dict[Any, Any]
+    ) -> None:
         self.rank = rank
         self.spec = spec
         self.device = device
         self.ledger = Ledger(rank, limit_bytes=spec.limit_bytes)
         self.stages = {s.index: self._build(s) for s in spec.stages}
         self.names = {s.index: s.names for s in spec.stages}
-        self.parameters = dict(self._named(lambda layer: layer.named_parameters()))
-        self.gradients = GradientBook(self.parameters, self.ledger)
+        join_locally(spec.ties, rank, dict(self._layers()))
+        everything = dict(self._named(lambda layer: layer.named_parameters()))
+        self.tied = Tied(spec.ties, rank, everything)
+        self.tied.spread_values(groups)
+        self.parameters = _once(everything)
+        self.gradients = GradientBook(self.parameters, self.ledger, borrowed=self.tied.borrowed())
         loss_fn = (
             spec.loss_fn.to(device.torch_device) if isinstance(spec.loss_fn, nn.Module) else spec.loss_fn
         )
@@ -82,11 +90,17 @@ class RankPipeline:
 
     def _named(self, of: Callable[[nn.Module], Iterable[tuple[str, Any]]]) -> Iterable[tuple[str, Any]]:
         """Everything `of` yields for the layers here, under whole-model names."""
-        for index, stage in self.stages.items():
-            for prefix, layer in zip(self.names[index], stage.layers, strict=True):
-                yield from ((f"{prefix}.{name}", value) for name, value in of(layer))
+        for prefix, layer in self._layers():
+            yield from ((f"{prefix}.{name}", value) for name, value in of(layer))
 
-    def step(self, job: StepJob, links: Links, *, update: bool) -> tuple[RankResult, float, float]:
+    def _layers(self) -> Iterable[tuple[str, nn.Module]]:
+        """The layers here under their whole-model names."""
+        for index, stage in self.stages.items():
+            yield from zip(self.names[index], stage.layers, strict=True)
+
+    def step(
+        self, job: StepJob, links: Links, groups: dict[Any, Any], *, update: bool
+    ) -> tuple[RankResult, float, float]:
         """One training step; the result, the loss of the whole batch and the norm of all gradients.
 
         With `update` the optimizer steps, and the next step starts from zeroed gradients; without, gradients
@@ -97,12 +111,21 @@ class RankPipeline:
         self.gradients.begin()
         _meet()
         result = self.executor.run(job, links)
+        result.events += self._reduce(groups)
         self.gradients.end()
         loss = sum(job.scales[m] * loss for m, loss in result.losses.items())
         loss, squared_norm = _sum_over_ranks([loss, self.gradients.squared_norm()])
         if update:
             result.events.append(self._update(squared_norm**0.5))
         return result, loss, squared_norm**0.5
+
+    def _reduce(self, groups: dict[Any, Any]) -> list[Event]:
+        """Sum the gradients of tied weights over the ranks that hold them."""
+        start = self.device.stamp()
+        if not self.tied.sum_gradients(groups):
+            return []
+        started, ended = self.device.times([start, self.device.stamp()])
+        return [Event(self.rank, COMM_LANE, Op(Kind.REDUCE, min(self.stages), 0), started, ended)]
 
     def _update(self, norm: float) -> Event:
         start = self.device.stamp()
@@ -142,10 +165,17 @@ class RankPipeline:
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Load the entries that belong to the stages here; raises `RuntimeError` where one is missing."""
-        for index, stage in self.stages.items():
-            for prefix, layer in zip(self.names[index], stage.layers, strict=True):
-                start = f"{prefix}."
-                layer.load_state_dict({k[len(start) :]: v for k, v in state.items() if k.startswith(start)})
+        for prefix, layer in self._layers():
+            start = f"{prefix}."
+            layer.load_state_dict({k[len(start) :]: v for k, v in state.items() if k.startswith(start)})
+
+
+def _once(parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Each parameter under the first of its names."""
+    first: dict[int, str] = {}
+    for name, parameter in parameters.items():
+        first.setdefault(id(parameter), name)
+    return {name: parameters[name] for name in first.values()}
 
 
 def _meet() -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from .batchnorm import RunningStatistics
 from .ledger import Ledger
 from .seeding import layer_seed
+from .split import Deferred, DeferWeights
 from .streams import Device
 from .tree import Tree, flatten, map_tensors, tensors, unflatten
 
@@ -69,6 +72,7 @@ class StepContext:
     step: int = 0
     training: bool = True
     gradients: bool = True
+    autocast: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,7 @@ class Held:
     objective: Objective | None
     needs_gradient: list[bool]
     segments: Sequence[range]
+    deferred: Deferred | None = None
     graphs: dict[int, Graph] = field(default_factory=dict)
     boundaries: dict[int, tuple[Tree, list[int]]] = field(default_factory=dict)
     gradients: list[torch.Tensor] = field(default_factory=list)  # of the segment whose backward ran last
@@ -121,6 +126,7 @@ class Stage:
         self.first_layer = first_layer
         self.device = device
         self.ledger = ledger
+        self.statistics = RunningStatistics(self.layers)
         self._held: dict[int, Held] = {}
         self._anchor = torch.empty(0, requires_grad=True, device=device.torch_device)
         ledger.hold("parameters", self.layers.parameters())
@@ -135,17 +141,20 @@ class Stage:
         *,
         objective: Objective | None = None,
         segments: Sequence[range] | None = None,
+        defer_weights: bool = False,
     ) -> StageOutput:
         """Run a micro-batch forward.
 
         needs_gradient has one flag for each tensor of `inputs`. With `segments` only each segment's input
-        is kept, to be recomputed from; without, everything the backward needs.
+        is kept, to be recomputed from; without, everything the backward needs. With `defer_weights` the
+        backward leaves to `backward_weight` what only gradients of weights need.
         """
         if not step.gradients:
             with torch.no_grad():
                 output = self._run(self._all, microbatch, inputs, step)
-                return self._finish(output, [False] * len(tensors(output)), objective)
-        held = Held(step, objective, needs_gradient, segments or [self._all])
+                return self._finish(output, [False] * len(tensors(output)), objective, step)
+        deferred = Deferred(self.ledger) if defer_weights else None
+        held = Held(step, objective, needs_gradient, segments or [self._all], deferred)
         self._held[microbatch] = held
         if segments is None:
             return self._with_graph(microbatch, 0, inputs, needs_gradient, "saved")
@@ -155,14 +164,16 @@ class Stage:
                 held.boundaries[segment] = value, self.ledger.hold("boundary", tensors(value))
                 shielded = map_tensors(torch.clone, value)  # a layer that works in place must not reach it
                 value = self._run(layers, microbatch, shielded, step)
-            return self._finish(value, self._flags(value, needs_gradient), objective)
+            return self._finish(value, self._flags(value, needs_gradient), objective, step)
 
     def recompute(self, microbatch: int, segment: int) -> None:
         """Run one segment forward again from its kept input, this time saving what its backward needs."""
         held = self._held[microbatch]
         inputs, _ = held.boundaries[segment]
         flags = held.needs_gradient if segment == 0 else self._flags(inputs, held.needs_gradient)
+        self.statistics.recomputing = True
         self._with_graph(microbatch, segment, inputs, flags, "recomputed")
+        self.statistics.recomputing = False
 
     def backward(
         self, microbatch: int, segment: int = 0, gradients: list[torch.Tensor] | None = None
@@ -190,13 +201,25 @@ class Stage:
         held.gradients = [] if graph.entry is None else graph.entry.filled()
         _, keys = held.boundaries.pop(segment, (None, []))
         self.ledger.release("boundary", keys)
-        if segment == 0:
+        if segment == 0 and held.deferred is None:
             del self._held[microbatch]
         return held.gradients
 
-    def reset(self) -> None:
-        """Forget the micro-batches of a step."""
+    def backward_weight(self, microbatch: int) -> None:
+        """Compute the gradients of weights that `backward` left, and let the micro-batch go."""
+        deferred = self._held.pop(microbatch).deferred
+        assert deferred is not None
+        deferred.settle()
+
+    def begin(self, *, training: bool) -> None:
+        """Start a step."""
         self._held.clear()
+        if training:
+            self.statistics.begin()
+
+    def end(self) -> None:
+        """Finish a step: batch norm's running statistics move once."""
+        self.statistics.end()
 
     @property
     def _all(self) -> range:
@@ -207,10 +230,11 @@ class Stage:
     ) -> StageOutput:
         held = self._held[microbatch]
         objective = held.objective if segment == len(held.segments) - 1 else None
-        with torch.enable_grad(), self.ledger.saving(category):
+        putting_off = nullcontext() if held.deferred is None else DeferWeights(held.deferred)
+        with torch.enable_grad(), self.ledger.saving(category), putting_off:
             entered, entry = self._enter(inputs, flags)
             output = self._run(held.segments[segment], microbatch, entered, held.step)
-            result = self._finish(output, self._flags(output, flags), objective)
+            result = self._finish(output, self._flags(output, flags), objective, held.step)
         held.graphs[segment] = Graph(_roots(result), entry)
         loss = None if result.loss is None else result.loss.detach()
         return StageOutput(map_tensors(torch.Tensor.detach, output), result.needs_gradient, loss)
@@ -229,15 +253,25 @@ class Stage:
 
     def _run(self, layers: range, microbatch: int, value: Tree, step: StepContext) -> Tree:
         self.layers.train(step.training)
-        for position in layers:
-            self.device.seed(layer_seed(step.seed, step.step, self.first_layer + position, microbatch))
-            value = self.layers[position](value)
+        with self._numerics(step):
+            for position in layers:
+                self.device.seed(layer_seed(step.seed, step.step, self.first_layer + position, microbatch))
+                value = self.layers[position](value)
         return value
 
-    def _finish(self, output: Tree, flags: list[bool], objective: Objective | None) -> StageOutput:
+    def _numerics(self, step: StepContext) -> Any:
+        """Autocast, entered anew for every operation: it would hold its copies of weights until left."""
+        if step.autocast is None:
+            return nullcontext()
+        return torch.autocast(self.device.torch_device.type, dtype=step.autocast)
+
+    def _finish(
+        self, output: Tree, flags: list[bool], objective: Objective | None, step: StepContext
+    ) -> StageOutput:
         if objective is None or objective.scale == 0.0:
             return StageOutput(output, flags)
-        loss = objective.loss_fn(output, objective.target)
+        with self._numerics(step):
+            loss = objective.loss_fn(output, objective.target)
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
             got = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise TypeError(

@@ -58,7 +58,7 @@ def gradients(context: RankContext, key: str) -> dict[str, torch.Tensor]:
 
 
 def _build(context: RankContext, spec: PipelineSpec) -> RankPipeline:
-    return RankPipeline(context.rank, spec, _device(context), context.board)
+    return RankPipeline(context.rank, spec, _device(context), context.board, context.groups)
 
 
 def _step(
@@ -67,7 +67,7 @@ def _step(
     links = _links(context, strict)
     links.link_ms = 0.0 if job.pace is None else job.pace.link_ms
     if job.step.gradients:
-        return pipeline.step(job, links, update=update)
+        return pipeline.step(job, links, context.groups, update=update)
     return (*pipeline.evaluate(job, links), 0.0)
 
 

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..engine.devices import DevicePlan, plan_devices
 from ..engine.loss import LossFn
@@ -18,9 +18,12 @@ from ..plan.schedule import Schedule
 from ..plan.units import parse_bytes
 from .pipeline import LossOptions, Pipeline, run_once
 from .pool import OnMessage, OnOutput, WorkerPool, print_tagged
-from .prepare import Partition
+from .prepare import Partition, Ties
 from .processes import start_forkserver
 from .run import Run
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Lab:
@@ -104,6 +107,8 @@ class Lab:
         seed: int = 0,
         pace: Pace | None = None,
         partition: Partition = "uniform",
+        ties: Ties | None = None,
+        autocast: torch.dtype | None = None,
         warmup: bool = True,
         repeats: int = 1,
         hoist: int = 2,
@@ -116,6 +121,8 @@ class Lab:
         the micro-batches do not divide is weighted by their true sizes. loss_fn(output, target) is a mean
         over rows unless `loss_weight` or `loss_reduction="sum"` says otherwise; torch's losses are read.
         checkpoint: "never", "always", "except_last" or "every:k". seed: keys random layers and factories.
+        ties: tuples of parameter names that are one weight, for factories; shared modules are found.
+        autocast: torch.bfloat16 runs layers and loss under autocast; weights and gradients keep their dtype.
         pace: a `gl.Pace`; None runs at full speed. warmup: run an unpaced step first and discard it.
         repeats: measure that often and return the run with the median makespan. hoist: how many
         computations ahead of need receives are posted. strict: one transfer at a time on each rank.
@@ -135,6 +142,8 @@ class Lab:
             seed=seed,
             pace=pace,
             partition=partition,
+            ties=ties,
+            autocast=autocast,
             warmup=warmup,
             repeats=repeats,
             hoist=hoist,
@@ -152,7 +161,8 @@ class Lab:
         scheduler: Callable | None = None,
         max_norm: float | None = None,
         partition: Partition = "uniform",
-        ties: None = None,
+        ties: Ties | None = None,
+        autocast: torch.dtype | None = None,
         seed: int = 0,
     ) -> Pipeline:
         """Put a model's stages on the ranks, to stay there from step to step.
@@ -170,6 +180,8 @@ class Lab:
             scheduler=scheduler,
             max_norm=max_norm,
             partition=partition,
+            ties=ties,
+            autocast=autocast,
             seed=seed,
         )
 

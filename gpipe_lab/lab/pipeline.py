@@ -24,7 +24,7 @@ from ..plan.schedules import forward_only
 from ..plan.units import parse_bytes
 from . import jobs
 from .failures import PipelineLost
-from .prepare import Partition, Plan, cut, plan_step, read_spec
+from .prepare import Partition, Plan, Ties, cut, plan_step, read_spec
 from .run import Run, assemble, middle
 
 if TYPE_CHECKING:
@@ -60,6 +60,8 @@ def run_once(
     seed: int,
     pace: Pace | None,
     partition: Partition,
+    ties: Ties | None,
+    autocast: torch.dtype | None,
     warmup: bool,
     repeats: int,
     hoist: int,
@@ -70,7 +72,7 @@ def run_once(
     _require_pace_if_shared(lab, pace)
     stages = cut(model, getattr(schedule, "num_stages", 1), partition)
     trains = getattr(schedule, "trains", True)
-    step = StepContext(seed=seed, training=trains, gradients=trains)
+    step = StepContext(seed=seed, training=trains, gradients=trains, autocast=autocast)
     plan = plan_step(
         schedule,
         num_ranks=lab.num_ranks,
@@ -86,7 +88,13 @@ def run_once(
     )
     limit = parse_bytes(lab.memory_limit)
     specs = read_spec(
-        stages, schedule.stage_to_rank, lab.num_ranks, seed=seed, limit_bytes=limit, loss_fn=loss.loss_fn
+        stages,
+        schedule.stage_to_rank,
+        lab.num_ranks,
+        seed=seed,
+        limit_bytes=limit,
+        ties=ties,
+        loss_fn=loss.loss_fn,
     )
     args = [
         (spec, job, replace(job, pace=None) if warmup else None, repeats, strict)
@@ -140,6 +148,8 @@ class Pipeline:
         scheduler: Callable | None,
         max_norm: float | None,
         partition: Partition,
+        ties: Ties | None,
+        autocast: torch.dtype | None,
         seed: int,
     ) -> None:
         require(
@@ -151,10 +161,11 @@ class Pipeline:
         )
         self.lab = lab
         self.seed = seed
+        self.autocast = autocast
         self._loss = loss
         self._rule = loss.read()
         self._stages = cut(model, lab.num_ranks, partition)
-        self._options = {"optimizer": optimizer, "scheduler": scheduler, "max_norm": max_norm}
+        self._options = {"optimizer": optimizer, "scheduler": scheduler, "max_norm": max_norm, "ties": ties}
         self._key = f"pipeline {next(_keys)}"
         self._steps = 0
         self._build()
@@ -200,7 +211,7 @@ class Pipeline:
             schedule,
             inputs,
             targets,
-            StepContext(seed=self.seed, step=self._steps),
+            StepContext(seed=self.seed, step=self._steps, autocast=self.autocast),
             checkpoint=checkpoint,
             early=early,
             pace=pace,
@@ -291,7 +302,9 @@ class Pipeline:
 
     def _forward(self, inputs: Tree, targets: Tree | None, num_microbatches: int) -> Run:
         schedule = forward_only(self.num_stages, num_microbatches)
-        step = StepContext(seed=self.seed, step=self._steps, training=False, gradients=False)
+        step = StepContext(
+            seed=self.seed, step=self._steps, training=False, gradients=False, autocast=self.autocast
+        )
         plan = self._plan(schedule, inputs, targets, step)
         return _assemble(
             self.lab, plan, self._call(jobs.step, [(job, False, False) for job in plan.jobs]), None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..engine.executor import StepJob
@@ -15,15 +16,16 @@ from ..engine.microbatch import batch_size, microbatch_sizes, signature, split
 from ..engine.pace import Pace
 from ..engine.pipeline import Layer, PipelineSpec, StageSpec
 from ..engine.stage import StepContext
+from ..engine.ties import Tie
 from ..engine.tree import Tree
 from ..plan.errors import require
 from ..plan.lowering import lower
-from ..plan.ops import Kind
 from ..plan.partition import uniform
 from ..plan.recompute import parse_mode, with_recompute
 from ..plan.schedule import Schedule
 
 Partition = str | Sequence[int]
+Ties = Sequence[tuple[str, ...]]
 _lower = lru_cache(maxsize=64)(lower)
 
 
@@ -52,12 +54,10 @@ def named_layers(model: Any) -> tuple[tuple[str, ...], tuple[Layer, ...]]:
 def cut(model: Any, num_stages: int, partition: Partition = "uniform") -> tuple[StageSpec, ...]:
     """The stages of a model: "uniform", or the number of layers of each stage.
 
-    Raises `InputError` for fewer layers than stages, sizes that do not add up, or a weight that two
-    stages would share.
+    Raises `InputError` for fewer layers than stages, or sizes that do not add up.
     """
     names, layers = named_layers(model)
     spans = _spans(len(layers), num_stages, partition)
-    _refuse_ties(names, layers, spans)
     return tuple(
         StageSpec(index, span.start, names[span.start : span.stop], layers[span.start : span.stop])
         for index, span in enumerate(spans)
@@ -87,23 +87,35 @@ def _spans(num_layers: int, num_stages: int, partition: Partition) -> tuple[rang
     return tuple(range(start, start + size) for start, size in zip(starts, sizes, strict=True))
 
 
-def _refuse_ties(names: tuple[str, ...], layers: tuple[Layer, ...], spans: Sequence[range]) -> None:
-    owner: dict[int, tuple[int, str]] = {}
-    for stage, span in enumerate(spans):
-        for position in span:
-            layer = layers[position]
-            if not isinstance(layer, nn.Module):
-                continue
-            for name, parameter in layer.named_parameters():
-                full = f"{names[position]}.{name}"
-                first_stage, first_name = owner.setdefault(id(parameter), (stage, full))
-                require(
-                    first_stage == stage,
-                    "a weight belongs to one stage",
-                    got=f"{first_name} in stage {first_stage} is {full} in stage {stage}",
-                    where="model",
-                    remedy="put both layers in one stage, or give each its own weight",
-                )
+def find_ties(
+    stages: Sequence[StageSpec], stage_to_rank: Sequence[int], named: Ties | None
+) -> tuple[Tie, ...]:
+    """The weights that layers share: those of modules are found, those of factories are `named`.
+
+    `named` is a list of tuples of whole-model parameter names, each tuple one weight.
+    """
+    home = {name: stage_to_rank[stage.index] for stage in stages for name in stage.names}
+    uses: dict[int, list[str]] = {}
+    for stage in stages:
+        for prefix, layer in zip(stage.names, stage.layers, strict=True):
+            if isinstance(layer, nn.Module):
+                for name, parameter in layer.named_parameters():
+                    uses.setdefault(id(parameter), []).append(f"{prefix}.{name}")
+    groups = [tuple(names) for names in uses.values() if len(names) > 1] + [tuple(n) for n in named or ()]
+    return tuple(Tie(names, tuple(_home(name, home) for name in names)) for names in groups)
+
+
+def _home(name: str, home: Mapping[str, int]) -> int:
+    layer = next((key for key in home if name.startswith(f"{key}.")), None)
+    require(
+        layer is not None,
+        "a tie names parameters of the model, as state_dict does",
+        got=repr(name),
+        where="ties",
+        remedy='ties=[("0.tokens.weight", "7.scores.weight")]',
+    )
+    assert layer is not None
+    return home[layer]
 
 
 @dataclass(frozen=True)
@@ -138,6 +150,13 @@ def plan_step(
     )
     every = parse_mode(checkpoint)
     require(
+        step.autocast in (None, torch.bfloat16),
+        "autocast is torch.bfloat16: float16 would need its gradients scaled",
+        got=f"autocast={step.autocast}",
+        where="step",
+        remedy="autocast=torch.bfloat16",
+    )
+    require(
         pace is None or isinstance(pace, Pace),
         "pace is a gl.Pace",
         got=repr(pace),
@@ -152,14 +171,6 @@ def plan_step(
         got=f"{schedule.name!r} for {schedule.num_ranks} ranks, a lab of {num_ranks}",
         where="schedule",
         remedy=f"lab.resize({schedule.num_ranks})",
-    )
-    half = next((op for op in schedule.rank_of if op.kind in (Kind.I, Kind.W)), None)
-    require(
-        half is None,
-        "the engine runs whole backwards (B); split ones (I and W) are for the simulator",
-        got=f"{schedule.name!r} with {half}",
-        where="schedule",
-        remedy="a schedule of F, B and R, or gl.simulate(schedule)",
     )
     schedule = with_recompute(schedule, checkpoint, early, layers_per_stage=layers_per_stage)
     num_microbatches = schedule.num_microbatches
@@ -218,12 +229,14 @@ def read_spec(
     *,
     seed: int,
     limit_bytes: int | None,
+    ties: Ties | None = None,
     loss_fn: LossFn | None = None,
     optimizer: Callable | None = None,
     scheduler: Callable | None = None,
     max_norm: float | None = None,
 ) -> list[PipelineSpec]:
     """One `PipelineSpec` a rank: the stages that `schedule_ranks` (stage → rank) puts there."""
+    found = find_ties(stages, schedule_ranks, ties)
     return [
         PipelineSpec(
             stages=tuple(s for s in stages if schedule_ranks[s.index] == rank),
@@ -231,6 +244,7 @@ def read_spec(
             optimizer=optimizer,
             scheduler=scheduler,
             max_norm=max_norm,
+            ties=found,
             seed=seed,
             limit_bytes=limit_bytes,
         )
@@ -238,4 +252,4 @@ def read_spec(
     ]
 
 
-__all__ = ["Partition", "Plan", "cut", "named_layers", "plan_step", "read_loss", "read_spec"]
+__all__ = ["Partition", "Plan", "Ties", "cut", "named_layers", "plan_step", "read_loss", "read_spec"]

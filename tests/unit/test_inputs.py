@@ -33,8 +33,6 @@ def test_what_is_right_is_accepted():
     assert len(prepare(gl.gpipe(4, 8)).jobs) == 4
 
 
-TIED = nn.Linear(4, 4)
-
 BAD = {
     "more stages than layers": lambda: cut(LAYERS, 5),
     "no layers": lambda: cut([], 1),
@@ -69,7 +67,6 @@ BAD = {
     "partition that drops a layer": lambda: cut(LAYERS, 2, [1, 2]),
     "partition with an empty stage": lambda: cut(LAYERS, 2, [4, 0]),
     "unknown partition": lambda: cut(LAYERS, 2, "best"),
-    "a weight in two stages": lambda: cut([TIED, nn.Tanh(), TIED], 2),
     "no ranks": lambda: gl.Lab(0),
     "unknown device": lambda: gl.Lab(2, device="tpu"),
     "memory limit without a unit": lambda: gl.Lab(2, memory_limit="64"),

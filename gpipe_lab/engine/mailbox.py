@@ -1,0 +1,134 @@
+"""One rank's messages during a step: agreed on, sent, received, counted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..plan.ops import Kind, Op
+from ..plan.schedule import Schedule, peer
+from ..plan.trace import COMM_LANE, WAIT_LANE
+from .ledger import Ledger
+from .links import Incoming, Links, Sent, tag_of
+from .message import MessageMeta, check_agreed, pack
+from .tracer import Tracer
+from .tree import Tree
+
+
+@dataclass
+class Value:
+    """A stage's input, or the gradients of its output, on their way between two operations."""
+
+    tree: Tree
+    needs_gradient: list[bool]
+    held: list[int] = field(default_factory=list)  # what the ledger is to release once it is used
+
+
+class Agreements:
+    """Which messages both ends of every boundary have agreed on, by transfer and input signature.
+
+    It lives as long as the stages do. Every rank has seen the same steps, so each knows without asking
+    whether a step brings something new.
+    """
+
+    def __init__(self) -> None:
+        self.metas: dict[tuple[Kind, int, str], MessageMeta] = {}
+        self.seen: set[str] = set()
+
+    def bring_news(self, signatures: Sequence[str]) -> bool:
+        """Whether a step has inputs of a kind not seen before; they are from now on."""
+        new = set(signatures) - self.seen
+        self.seen |= new
+        return bool(new)
+
+
+class Mailbox:
+    """Sends and receives of one rank in one step of a lowered schedule."""
+
+    def __init__(
+        self,
+        rank: int,
+        schedule: Schedule,
+        signatures: Sequence[str],
+        *,
+        links: Links,
+        agreements: Agreements,
+        ledger: Ledger,
+        tracer: Tracer,
+    ) -> None:
+        self.rank = rank
+        self.schedule = schedule
+        self.signatures = signatures
+        self.links = links
+        self.agreements = agreements
+        self.ledger = ledger
+        self.tracer = tracer
+        self.bytes_sent: dict[tuple[int, int], int] = {}
+        self._incoming: dict[Op, tuple[Incoming, MessageMeta, list[int]]] = {}
+
+    def send(self, op: Op, value: Value) -> None:
+        """Let `value` go to the rank of the next or previous stage; nobody waits for it here."""
+        if op.kind is Kind.SEND_B and not value.tree:
+            return  # nothing at this boundary needs a gradient, and the other end knows
+        where = f"{op} on rank {self.rank}"
+        message = pack(value.tree, needs_gradient=value.needs_gradient, where=where)
+        to = self.schedule.stage_to_rank[peer(op).stage]
+        tag = tag_of(op, self.schedule.num_stages)
+        agreed = self.agreements.metas.setdefault(self._key(op), message.meta)
+        if agreed is message.meta:
+            self.links.send_meta(agreed, to, tag)
+        check_agreed(message.meta, agreed, where)
+        keys = self.ledger.hold(_outgoing(op), message.tensors)
+        self.links.send(op, message, to, tag).held = keys
+        link = (self.rank, to)
+        self.bytes_sent[link] = self.bytes_sent.get(link, 0) + message.num_bytes
+
+    def post(self, op: Op) -> None:
+        """Make ready for a message, unless none will come."""
+        if op.kind is Kind.RECV_B and not self._expects_gradients(op):
+            return
+        send = peer(op)
+        source = self.schedule.stage_to_rank[send.stage]
+        tag = tag_of(op, self.schedule.num_stages)
+        key = self._key(send)
+        if key not in self.agreements.metas:
+            self.agreements.metas[key] = self.links.receive_meta(source, tag)
+        meta = self.agreements.metas[key]
+        incoming = self.links.receive(meta, source, tag)
+        self._incoming[op] = incoming, meta, self.ledger.hold("communication", incoming.tensors)
+
+    def expects(self, op: Op) -> bool:
+        """Whether `op` is a receive that has been posted and not been fetched."""
+        return op in self._incoming
+
+    def fetch(self, op: Op) -> Value:
+        """The message of a posted receive, once it is there."""
+        incoming, meta, keys = self._incoming.pop(op)
+        start = self.tracer.device.stamp()
+        received = incoming.wait()
+        end = self.tracer.device.stamp()
+        self.tracer.add(WAIT_LANE, op, start, end)
+        self.tracer.add(COMM_LANE, op, end, end)
+        flags = [tensor.needs_gradient for tensor in meta.tensors]
+        return Value(meta.assemble(received), flags, keys)
+
+    def settle(self, *, wait: bool = False) -> None:
+        """Let go of what has been sent; with `wait`, of all of it."""
+        for sent in self.links.finish() if wait else self.links.completed():
+            self._note(sent)
+
+    def _note(self, sent: Sent) -> None:
+        self.ledger.release(_outgoing(sent.op), sent.held)
+        self.tracer.add(COMM_LANE, sent.op, sent.start, sent.done.result())
+
+    def _expects_gradients(self, op: Op) -> bool:
+        sent = self.agreements.metas[self._key(Op(Kind.SEND_F, op.stage, op.microbatch))]
+        return any(tensor.needs_gradient for tensor in sent.tensors)
+
+    def _key(self, send: Op) -> tuple[Kind, int, str]:
+        return send.kind, send.stage, self.signatures[send.microbatch]
+
+
+def _outgoing(op: Op) -> str:
+    """What a tensor under way counts as: an output may be saved for the backward as well, a gradient not."""
+    return "outputs" if op.kind is Kind.SEND_F else "communication"

@@ -1,0 +1,64 @@
+"""Batch norm: normalised by micro-batch, running statistics of the batch, committed once a step."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gpipe_lab as gl
+
+
+def make_model(momentum=0.1):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4, momentum=momentum), nn.Tanh(), nn.Flatten(), nn.Linear(36, 3)
+    ).double()
+
+
+def make_batch(seed=0, rows=10):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, 2, 5, 5, generator=generator, dtype=torch.float64)
+    return x, torch.randn(rows, 3, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("mode", ["never", "always", "except_last", "every:1"])
+def test_running_statistics_are_those_of_the_whole_batch(lab_of, mode, momentum):
+    frozen = functools.partial(torch.optim.SGD, lr=0.0)
+    model = make_model(momentum)
+    pipe = lab_of(2).pipeline(model, loss_fn=F.mse_loss, optimizer=frozen)
+    for step in range(3):
+        x, y = make_batch(step)
+        pipe.step(gl.gpipe(2, 4), x, y, checkpoint=mode)
+        model(x)
+        pipe.evaluate(x, y)
+    mine, theirs = pipe.state_dict(), model.state_dict()
+    assert int(mine["1.num_batches_tracked"]) == 3
+    for name in ("1.running_mean", "1.running_var"):
+        assert torch.allclose(mine[name], theirs[name], rtol=1e-12), name
+
+
+def test_gradients_are_those_of_the_same_microbatches(lab_of):
+    model = make_model()
+    x, y = make_batch()
+    for part, target in zip(x.split([3, 3, 2, 2]), y.split([3, 3, 2, 2]), strict=True):
+        (F.mse_loss(model(part), target) * len(part) / len(x)).backward()
+    for num_stages in (1, 2, 3):
+        for mode in ("never", "always"):
+            run = lab_of(num_stages).run(
+                gl.one_f_one_b(num_stages, 4), make_model(), x, y, loss_fn=F.mse_loss, checkpoint=mode
+            )
+            for name, parameter in model.named_parameters():
+                assert torch.allclose(run.gradients()[name], parameter.grad, rtol=1e-10, atol=1e-14)
+
+
+def test_evaluation_uses_the_running_statistics(lab_of):
+    model = make_model()
+    x, y = make_batch()
+    pipe = lab_of(2).pipeline(model, loss_fn=F.mse_loss)
+    pipe.step(gl.gpipe(2, 2), x, y, update=False)
+    model.load_state_dict(pipe.state_dict())
+    model.eval()
+    assert torch.allclose(pipe.predict(x, num_microbatches=3), model(x), rtol=1e-12)

@@ -1,0 +1,71 @@
+"""Mixed precision: bf16 crosses the boundaries, float32 stays in the weights and their gradients."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gpipe_lab as gl
+
+
+def make_model(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)]).to(dtype)
+
+
+def make_batch(rows=16):
+    generator = torch.Generator().manual_seed(1)
+    return (torch.randn(rows, 16, generator=generator) for _ in range(2))
+
+
+def distance(mine, reference):
+    difference = math.sqrt(sum((mine[n].double() - g.double()).square().sum().item() for n, g in reference.items()))
+    return difference / math.sqrt(sum(g.double().square().sum().item() for g in reference.values()))
+
+
+@pytest.mark.parametrize("mode", ["never", "always", "every:1"])
+def test_autocast_is_the_same_in_the_forward_and_in_the_recompute(lab_of, mode):
+    x, y = make_batch()
+    plain = lab_of(1).run(gl.gpipe(1, 4), make_model(), x, y, loss_fn=F.mse_loss, autocast=torch.bfloat16)
+    run = lab_of(4).run(
+        gl.gpipe(4, 4), make_model(), x, y, loss_fn=F.mse_loss, autocast=torch.bfloat16, checkpoint=mode
+    )
+    assert run.loss == plain.loss
+    for name, gradient in plain.gradients().items():
+        assert gradient.dtype == torch.float32
+        assert torch.equal(run.gradients()[name], gradient)
+
+
+def test_autocast_halves_the_bytes_between_stages(lab_of):
+    x, y = make_batch()
+    full = lab_of(4).run(gl.gpipe(4, 4), make_model(), x, y, loss_fn=F.mse_loss)
+    half = lab_of(4).run(gl.gpipe(4, 4), make_model(), x, y, loss_fn=F.mse_loss, autocast=torch.bfloat16)
+    assert half.bytes_sent == {link: size // 2 for link, size in full.bytes_sent.items()}
+
+
+def test_gradients_of_bf16_weights_are_summed_in_float32(lab_of):
+    """Over 64 micro-batches, rounding once is closer to the truth than rounding 64 times."""
+    x, y = (t.bfloat16() for t in make_batch(64))
+    model = make_model(torch.bfloat16)
+    truth = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in model.named_parameters()}
+    for part, target in zip(x.split(1), y.split(1), strict=True):
+        model.zero_grad()
+        (F.mse_loss(model(part), target) / 64).backward()
+        for name, parameter in model.named_parameters():
+            truth[name] += parameter.grad.double()
+    model.zero_grad()
+    for part, target in zip(x.split(1), y.split(1), strict=True):
+        (F.mse_loss(model(part), target) / 64).backward()
+    rounded_often = {name: p.grad for name, p in model.named_parameters()}
+    run = lab_of(2).run(gl.gpipe(2, 64), make_model(torch.bfloat16), x, y, loss_fn=F.mse_loss)
+    assert all(g.dtype == torch.bfloat16 for g in run.gradients().values())
+    assert distance(run.gradients(), truth) < 0.004  # half of bf16's last bit
+    assert distance(run.gradients(), truth) < distance(rounded_often, truth) / 2
+
+
+def test_float16_is_refused(lab_of):
+    x, y = make_batch()
+    with pytest.raises(gl.InputError, match="bfloat16"):
+        lab_of(2).run(gl.gpipe(2, 2), make_model(), x, y, loss_fn=F.mse_loss, autocast=torch.float16)

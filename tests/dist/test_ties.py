@@ -1,0 +1,119 @@
+"""Weights shared by stages: gradients summed, saved once, still equal after training."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gpipe_lab as gl
+
+ADAM = functools.partial(torch.optim.AdamW, lr=0.01)
+WIDTH, VOCABULARY = 8, 11
+
+
+class Head(nn.Module):
+    def __init__(self, weight=None):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.weight = weight if weight is not None else nn.Parameter(torch.zeros(VOCABULARY, WIDTH))
+
+    def forward(self, x):
+        return F.linear(self.norm(x), self.weight)
+
+
+def make_model():
+    torch.manual_seed(0)
+    embedding = nn.Embedding(VOCABULARY, WIDTH)
+    middle = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)]
+    return nn.Sequential(embedding, *middle, Head(embedding.weight)).double()
+
+
+def make_batch(step):
+    return (torch.randint(VOCABULARY, (6,), generator=torch.Generator().manual_seed(step)),) * 2
+
+
+def train_in_one_process(num_steps, max_norm):
+    model = make_model()
+    optimizer = ADAM(model.parameters())
+    losses = []
+    for step in range(num_steps):
+        ids, targets = make_batch(step)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(ids), targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+def test_tied_embedding_and_head_train_as_in_one_process(lab_of, num_stages):
+    losses, state = train_in_one_process(5, max_norm=0.5)
+    pipe = lab_of(num_stages).pipeline(make_model(), loss_fn=F.cross_entropy, optimizer=ADAM, max_norm=0.5)
+    runs = [pipe.step(gl.gpipe(num_stages, 3), *make_batch(step)) for step in range(5)]
+    assert [run.loss for run in runs] == pytest.approx(losses, rel=1e-11)
+    mine = pipe.state_dict()
+    assert list(mine) == list(state)
+    assert torch.equal(mine["0.weight"], mine["5.weight"])
+    for name, value in state.items():
+        assert torch.allclose(mine[name], value, rtol=1e-9, atol=1e-12), name
+
+
+@pytest.mark.parametrize("num_stages", [1, 3])
+def test_a_tied_gradient_is_reported_once_under_its_first_name(lab_of, num_stages):
+    model = make_model()
+    ids, targets = make_batch(0)
+    F.cross_entropy(model(ids), targets).backward()
+    for make in (gl.gpipe, gl.one_f_one_b):
+        for mode in ("never", "always"):
+            run = lab_of(num_stages).run(
+                make(num_stages, 3), make_model(), ids, targets, loss_fn=F.cross_entropy, checkpoint=mode
+            )
+            reference = dict(model.named_parameters())
+            assert set(run.gradients()) == set(reference)
+            for name, gradient in run.gradients().items():
+                assert torch.allclose(gradient, reference[name].grad, rtol=1e-11), name
+
+
+def test_factories_are_tied_by_name(lab_of):
+    factories = [
+        functools.partial(nn.Embedding, VOCABULARY, WIDTH),
+        *[functools.partial(nn.Linear, WIDTH, WIDTH)] * 2,
+        Head,
+    ]
+    ids, targets = make_batch(0)
+    ties = [("0.weight", "3.weight")]
+    runs = []
+    for num_stages in (1, 2, 4):
+        pipe = lab_of(num_stages).pipeline(factories, loss_fn=F.cross_entropy, optimizer=ADAM, ties=ties)
+        runs.append([pipe.step(gl.gpipe(num_stages, 3), ids, targets).loss for _ in range(4)])
+        state = pipe.state_dict()
+        assert torch.equal(state["0.weight"], state["3.weight"])
+        assert state["0.weight"].abs().sum() > 0
+    for losses in runs[1:]:
+        assert losses == pytest.approx(runs[0], rel=1e-5)
+
+
+def test_a_launched_program_between_steps_does_no_harm(lab_of):
+    lab = lab_of(3)
+    pipe = lab.pipeline(make_model(), loss_fn=F.cross_entropy, optimizer=ADAM)
+    ids, targets = make_batch(0)
+    first = pipe.step(gl.gpipe(3, 3), ids, targets).loss
+
+    def program(context):
+        total = torch.ones(1)
+        torch.distributed.all_reduce(total)
+        return total.item()
+
+    assert lab.launch(program) == [3.0] * 3
+    assert pipe.step(gl.gpipe(3, 3), ids, targets).loss < first
+
+
+def test_names_that_are_not_there_are_refused(lab_of):
+    with pytest.raises(gl.InputError, match="a tie names parameters"):
+        lab_of(2).pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], ties=[("0.weight", "9.weight")])
+    with pytest.raises(gl.RankFailed, match="a tie names parameters"):
+        lab_of(2).pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], ties=[("0.weight", "1.weights")])
