@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..engine.executor import RankResult, StepJob
 from ..engine.links import Links, NcclLinks
-from ..engine.pipeline import PipelineSpec, RankPipeline
+from ..engine.loss import LossFn
+from ..engine.pipeline import Layer, PipelineSpec, RankPipeline
+from ..engine.profile import Profile, profile_layers
+from ..engine.stage import Objective
 from ..engine.streams import Device, open_device
+from ..engine.tree import Tree
 from .worker import RankContext
+
+
+@dataclass(frozen=True)
+class ProfileJob:
+    """One micro-batch to profile layers on, and what the last one's loss needs."""
+
+    microbatch: Tree
+    target: Tree = None
+    loss_fn: LossFn | None = None
+    seed: int = 0
 
 
 def run_once(
@@ -29,6 +45,16 @@ def run_once(
         pipeline.zero_grad()
         steps.append(_step(context, pipeline, this, strict, update=False))
     return [(result, loss) for result, loss, _ in steps[len(jobs) :]], pipeline.gradients.copies()
+
+
+def profile(
+    context: RankContext, layers: Sequence[Layer], names: Sequence[str], job: ProfileJob
+) -> Profile | None:
+    """Measure a model's layers one by one; the first rank does, and the others leave it the machine."""
+    if context.rank > 0:
+        return None
+    objective = None if job.loss_fn is None else Objective(job.loss_fn, job.target, 1.0)
+    return profile_layers(layers, names, job.microbatch, _device(context), objective=objective, seed=job.seed)
 
 
 def build(context: RankContext, key: str, spec: PipelineSpec) -> None:

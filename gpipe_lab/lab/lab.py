@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 from ..engine.devices import DevicePlan, plan_devices
 from ..engine.loss import LossFn
 from ..engine.pace import Pace
+from ..engine.profile import Profile
 from ..engine.tree import Tree
 from ..plan.errors import require, require_count
 from ..plan.schedule import Schedule
 from ..plan.units import parse_bytes
-from .pipeline import LossOptions, Pipeline, run_once
+from .pipeline import LossOptions, Pipeline, profile_model, run_once
 from .pool import OnMessage, OnOutput, WorkerPool, print_tagged
 from .prepare import Partition, Ties
 from .processes import start_forkserver
@@ -123,6 +124,7 @@ class Lab:
         checkpoint: "never", "always", "except_last" or "every:k". seed: keys random layers and factories.
         ties: tuples of parameter names that are one weight, for factories; shared modules are found.
         autocast: torch.bfloat16 runs layers and loss under autocast; weights and gradients keep their dtype.
+        partition: "uniform"; "parameters", "flops", "time" or "memory", measured first; or a list of sizes.
         pace: a `gl.Pace`; None runs at full speed. warmup: run an unpaced step first and discard it.
         repeats: measure that often and return the run with the median makespan. hoist: how many
         computations ahead of need receives are posted. strict: one transfer at a time on each rank.
@@ -149,6 +151,21 @@ class Lab:
             hoist=hoist,
             strict=strict,
         )
+
+    def profile(
+        self,
+        model: Any,
+        microbatch: Tree,
+        target: Tree = None,
+        *,
+        loss_fn: LossFn | None = None,
+        seed: int = 0,
+    ) -> Profile:
+        """Measure every layer of `model` on one micro-batch, one layer at a time, on the first rank.
+
+        `.sizes(num_stages, by=...)` of the result is a `partition`; `.frame()` a table.
+        """
+        return profile_model(self, model, microbatch, target, loss_fn, seed)
 
     def pipeline(
         self,

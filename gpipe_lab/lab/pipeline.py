@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..engine.loss import LossFn, read_loss
+from ..engine.microbatch import split
 from ..engine.pace import Pace
+from ..engine.profile import CRITERIA, Profile
 from ..engine.stage import StepContext
 from ..engine.tree import Tree
 from ..plan.errors import require, require_count
@@ -24,7 +26,7 @@ from ..plan.schedules import forward_only
 from ..plan.units import parse_bytes
 from . import jobs
 from .failures import PipelineLost
-from .prepare import Partition, Plan, Ties, cut, plan_step, read_spec
+from .prepare import Partition, Plan, Ties, cut, named_layers, plan_step, read_spec
 from .run import Run, assemble, middle
 
 if TYPE_CHECKING:
@@ -70,6 +72,9 @@ def run_once(
     """See `Lab.run`."""
     require_count(repeats, "repeats", where="Lab.run")
     _require_pace_if_shared(lab, pace)
+    if partition in CRITERIA and isinstance(schedule, Schedule):
+        found = profile_model(lab, model, split(inputs, schedule.num_microbatches)[0], seed=seed)
+        partition = found.sizes(schedule.num_stages, str(partition), schedule=schedule)
     stages = cut(model, getattr(schedule, "num_stages", 1), partition)
     trains = getattr(schedule, "trains", True)
     step = StepContext(seed=seed, training=trains, gradients=trains, autocast=autocast)
@@ -106,6 +111,17 @@ def run_once(
     runs = [_assemble(lab, plan, list(results), pace) for results in steps]
     gradients = {name: g for _, found in by_rank for name, g in found.items()}
     return replace(middle(runs), _gradients=gradients)
+
+
+def profile_model(
+    lab: Lab, model: Any, microbatch: Tree, target: Tree = None, loss_fn: LossFn | None = None, seed: int = 0
+) -> Profile:
+    """See `Lab.profile`."""
+    names, layers = named_layers(model)
+    job = jobs.ProfileJob(microbatch, target, loss_fn, seed)
+    rest: tuple = ((), (), None)
+    args = [(layers, names, job), *[rest] * (lab.num_ranks - 1)]
+    return lab.call(jobs.profile, args)[0]
 
 
 def _assemble(lab: Lab, plan: Plan, steps: list[tuple], pace: Pace | None) -> Run:

@@ -68,10 +68,10 @@ def _spans(num_layers: int, num_stages: int, partition: Partition) -> tuple[rang
     if isinstance(partition, str):
         require(
             partition == "uniform",
-            'partition is "uniform" or the number of layers of each stage',
+            'partition is "uniform" or the number of layers of each stage; by what is measured in Lab.run',
             got=repr(partition),
             where="partition",
-            remedy='partition="uniform"',
+            remedy='partition=lab.profile(model, microbatch).sizes(num_stages, by="time")',
         )
         return uniform(num_layers, num_stages)
     sizes = list(partition)
