@@ -146,7 +146,9 @@ class Executor:
     def _compute(self, op: Op, index: int) -> None:
         for needed in self.schedule.needs[op]:
             if self.mailbox.expects(needed):
+                self.board.mark(needed)  # a rank that waits is not to blame for a hang
                 self.values[needed] = self.mailbox.fetch(needed)
+                self.board.mark(op)
         start, started_ms = self.device.stamp(), now_ms()
         self.ledger.start(op, index, start)
         if self.job.pace is None:

@@ -26,9 +26,14 @@ from .run import Run
 if TYPE_CHECKING:
     import torch
 
+WATCHDOG_S = 120.0
+
 
 class Lab:
     """`num_ranks` worker processes, ready for work, that end with this object or with the notebook.
+
+    A run in which no rank comes to another operation for `watchdog_s` seconds (120, may be set; None for
+    ever) is ended, and the rank that hangs is named with its stack.
 
     A context manager. One call runs at a time, in whichever thread; others wait for it.
     Raises `InputError` for a bad `num_ranks` or `device` before a process starts.
@@ -41,6 +46,7 @@ class Lab:
         self.device = device
         parse_bytes(memory_limit)
         self.memory_limit = memory_limit
+        self.watchdog_s = WATCHDOG_S
         self.abandoned: list[str] = []  # pipelines that nobody refers to any more
         self._closed = False
         self._lock = threading.Lock()
@@ -210,6 +216,7 @@ class Lab:
         on_message: OnMessage | None = None,
         on_output: OnOutput = print_tagged,
         timeout: float | None = None,
+        watchdog_s: float | None = None,
         generation: int | None = None,
     ) -> list[Any]:
         """Run `function(context, *args_by_rank[rank])` on every rank, as `WorkerPool.call` does."""
@@ -226,6 +233,7 @@ class Lab:
                 on_message=on_message,
                 on_output=on_output,
                 timeout=timeout,
+                watchdog_s=self.watchdog_s if watchdog_s is None else watchdog_s,
                 generation=generation,
             )
 

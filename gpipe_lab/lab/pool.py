@@ -19,6 +19,7 @@ from .board import Board
 from .failures import Failure, PipelineLost, RankFailed, RunStopped, describe
 from .pickling import dumps
 from .processes import Message, Workers
+from .watchdog import Watchdog
 
 CAUSE_WAIT_S = 1.0  # a rank that lost its peer waits this long to be explained by the peer's own failure
 RENEW_LIMIT_S = 2.0
@@ -65,11 +66,13 @@ class WorkerPool:
         on_message: OnMessage | None = None,
         on_output: OnOutput = print_tagged,
         timeout: float | None = None,
+        watchdog_s: float | None = None,
         generation: int | None = None,
     ) -> list[Any]:
         """Run `function(context, *args_by_rank[rank])` on every rank; the results by rank.
 
-        Raises `RankFailed` for the first rank that raises or dies, `RunStopped` after `stop()`,
+        Raises `RankFailed` for the first rank that raises, dies, or stays in one operation of an engine's
+        run for `watchdog_s` seconds while no other rank moves; `RunStopped` after `stop()`,
         `TimeoutError` after `timeout` seconds, `InputError` for a function or arguments that cannot be
         pickled, and `PipelineLost` where `generation` is given and the workers are of a later one.
         """
@@ -78,7 +81,7 @@ class WorkerPool:
             workers = self._ready_workers()
             if generation is not None and generation != self.generation:
                 raise PipelineLost("the workers that held this pipeline's weights are gone")
-            replies = self._run(workers, jobs, on_message, on_output, timeout)
+            replies = self._run(workers, jobs, on_message, on_output, timeout, watchdog_s)
         return replies.by_rank()
 
     def renew_group(self) -> None:
@@ -152,13 +155,15 @@ class WorkerPool:
         on_message: OnMessage | None = None,
         on_output: OnOutput = print_tagged,
         timeout: float | None = None,
+        watchdog_s: float | None = None,
     ) -> Replies:
         """Send a job to every rank and listen until each has replied or one has failed."""
         replies = Replies(workers.num_ranks, workers.board, timeout)
+        watchdog = Watchdog(workers.board, watchdog_s)
         for rank, job in enumerate(jobs):
             workers.send(rank, job)
         while not replies.complete():
-            for message in workers.receive(self._stop_reader, replies.patience()):
+            for message in workers.receive(self._stop_reader, _sooner(replies, watchdog)):
                 if message.kind == "output":
                     on_output(message.rank, *message.content)
                 elif message.kind == "message":
@@ -168,6 +173,10 @@ class WorkerPool:
                     replies.add(message)
             if self._stop_reader.poll():
                 raise RunStopped("the run was stopped; the next one starts on fresh workers")
+            blamed = watchdog.blamed(replies.missing)
+            if blamed is not None:
+                reason = f"it hangs: no rank has moved for {watchdog_s:g} s"
+                raise RankFailed(blamed, workers.board.read(blamed), reason, workers.stack_of(blamed))
         return replies
 
 
@@ -176,7 +185,7 @@ class Replies:
 
     def __init__(self, num_ranks: int, board: Board, timeout: float | None) -> None:
         self._board = board
-        self._missing = set(range(num_ranks))
+        self.missing = set(range(num_ranks))
         self._results: dict[int, bytes] = {}
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._consequence: Failure | None = None  # the first one
@@ -184,7 +193,7 @@ class Replies:
 
     def add(self, message: Message) -> None:
         """Take a reply; raises `RankFailed` for a failure that cannot be the consequence of another."""
-        self._missing.discard(message.rank)
+        self.missing.discard(message.rank)
         if message.kind == "result":
             self._results[message.rank] = message.content
             return
@@ -199,12 +208,12 @@ class Replies:
     def complete(self) -> bool:
         """Whether every rank has its result; raises once there is no more to wait for."""
         now = time.monotonic()
-        if self._consequence and (not self._missing or now > (self._blame_by or now)):
+        if self._consequence and (not self.missing or now > (self._blame_by or now)):
             raise self._error(self._consequence)
-        if self._missing and self._deadline is not None and now > self._deadline:
-            late = ", ".join(map(self._whereabouts, sorted(self._missing)))
+        if self.missing and self._deadline is not None and now > self._deadline:
+            late = ", ".join(map(self._whereabouts, sorted(self.missing)))
             raise TimeoutError(f"not finished in time: {late}; the next call starts on fresh workers")
-        return not self._missing
+        return not self.missing
 
     def patience(self) -> float | None:
         """Seconds until `complete` must be asked again; None for as long as it takes."""
@@ -220,6 +229,11 @@ class Replies:
     def _whereabouts(self, rank: int) -> str:
         op = self._board.read(rank)
         return f"rank {rank} in {describe(op)}" if op else f"rank {rank}"
+
+
+def _sooner(*watched: Replies | Watchdog) -> float | None:
+    patience = [p for p in (w.patience() for w in watched) if p is not None]
+    return min(patience, default=None)
 
 
 _serial = itertools.count()

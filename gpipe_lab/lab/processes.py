@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 PRELOAD = "gpipe_lab.lab.preload"
 SCRATCH_VARIABLE = "GPIPE_LAB_SCRATCH"
+ASK_STACK = b"stack"  # no job: pickles begin otherwise
+STACK_WAIT_S = 1.0
 GRACE_S = 0.5  # from the end of its pipe to SIGKILL
 
 _starting = threading.RLock()  # the main module and the environment are changed while a process starts
@@ -86,6 +88,18 @@ class Workers:
         """Queue a job; a rank that is gone says so through `receive`."""
         with suppress(OSError):
             self._pipes[rank].send_bytes(job)
+
+    def stack_of(self, rank: int) -> str:
+        """Where a rank's main thread is; asked of its listening thread, which a busy C call may hold up."""
+        self.send(rank, ASK_STACK)
+        deadline = time.monotonic() + STACK_WAIT_S
+        while self._pipes[rank].poll(max(0.0, deadline - time.monotonic())):
+            message = self._read(rank)
+            if message.kind == "stack":
+                return str(message.content)
+            if message.kind == "death":
+                break
+        return "(no stack: the rank does not answer)"
 
     def receive(self, also: Connection, timeout: float | None) -> list[Message]:
         """Wait until a rank speaks or dies, `also` can be read, or `timeout` seconds have passed."""

@@ -23,6 +23,8 @@ from ..engine.devices import DevicePlan
 from .board import RankBoard
 from .failures import Failure
 from .pickling import dumps
+from .processes import ASK_STACK
+from .watchdog import main_thread_stack
 
 # The driver sees every death itself, so a transfer may take as long as a slow step or a breakpoint needs.
 GROUP_TIMEOUT = timedelta(hours=12)
@@ -108,10 +110,10 @@ def main(seat: Seat) -> None:
     """Run jobs until the driver closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     jobs: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(seat, jobs), daemon=True).start()
+    outbox = Outbox(seat)
+    threading.Thread(target=_listen, args=(seat, jobs, outbox), daemon=True).start()
     os.environ.clear()
     os.environ.update(seat.environment)
-    outbox = Outbox(seat)
     streams = LineStream("stdout", outbox), LineStream("stderr", outbox)
     sys.stdout, sys.stderr = streams
     plan = seat.device_plan
@@ -124,11 +126,18 @@ def main(seat: Seat) -> None:
         outbox.send(kind, content)
 
 
-def _listen(seat: Seat, jobs: queue.SimpleQueue[bytes]) -> None:
-    """Queue jobs; whatever ends the listening, an ended pipe above all, ends the process at once."""
+def _listen(seat: Seat, jobs: queue.SimpleQueue[bytes], outbox: Outbox) -> None:
+    """Queue jobs, and say where the main thread is when asked.
+
+    Whatever ends the listening, an ended pipe above all, ends the process at once.
+    """
     try:
         while True:
-            jobs.put(seat.pipe.recv_bytes())
+            received = seat.pipe.recv_bytes()
+            if received == ASK_STACK:
+                outbox.send("stack", main_thread_stack())
+            else:
+                jobs.put(received)
     except (EOFError, OSError):
         pass  # the driver closed the pipe, or died
     finally:

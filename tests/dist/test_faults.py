@@ -112,6 +112,29 @@ def test_a_hanging_rank_can_be_stopped(lab, rank):
     assert lab.run(gl.gpipe(3, 4), make_model(None), x, y, loss_fn=F.mse_loss).loss > 0
 
 
+@pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("rank", range(3))
+def test_a_hanging_rank_is_found_by_the_watchdog_with_its_stack(lab, rank, in_backward):
+    x, y = make_batch()
+    lab.watchdog_s = 0.6
+    began = time.monotonic()
+    with pytest.raises(gl.RankFailed, match="hangs") as caught:
+        lab.run(gl.one_f_one_b(3, 4), make_model(rank, "hang", 1, in_backward), x, y, loss_fn=F.mse_loss)
+    assert time.monotonic() - began < 3
+    assert caught.value.op == gl.Op(gl.Kind.B if in_backward else gl.Kind.F, rank, 1)
+    assert "time.sleep(3600)" in caught.value.traceback
+    assert lab.run(gl.gpipe(3, 4), make_model(None), x, y, loss_fn=F.mse_loss).loss > 0
+    lab.watchdog_s = 120
+
+
+def test_the_watchdog_leaves_a_slow_run_alone(lab):
+    x, y = make_batch()
+    lab.watchdog_s = 0.5
+    pace = gl.Pace(forward_ms=100, backward_ms=200)  # longer than the limit in all, not between operations
+    assert lab.run(gl.gpipe(3, 4), make_model(None), x, y, loss_fn=F.mse_loss, pace=pace).loss > 0
+    lab.watchdog_s = 120
+
+
 def test_the_original_error_is_the_cause(lab):
     x, y = make_batch()
     with pytest.raises(gl.RankFailed) as caught:
