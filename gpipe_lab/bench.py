@@ -155,7 +155,7 @@ def paced(
         yield figure(f"{what}, {name}", "torch, same layers", [t / ideal for t in theirs], "ratio")
 
 
-def real(lab: Lab, repeats: int, *, width: int = 768, num_microbatches: int = 8) -> Iterator[Figure]:
+def real(lab: Lab, repeats: int, *, width: int = 1024, num_microbatches: int = 8) -> Iterator[Figure]:
     """Real computation on two ranks: speed-up over one process with the same micro-batches."""
     layers = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(8)]
     x = torch.randn(64 * num_microbatches, width)
