@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..engine.devices import DevicePlan
 from .board import Board
+from .watchdog import ASK_STACK
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext, SpawnContext
 
 PRELOAD = "gpipe_lab.lab.preload"
 SCRATCH_VARIABLE = "GPIPE_LAB_SCRATCH"
-ASK_STACK = b"stack"  # no job: pickles begin otherwise
 STACK_WAIT_S = 1.0
 GRACE_S = 0.5  # from the end of its pipe to SIGKILL
 

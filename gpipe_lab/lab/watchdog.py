@@ -12,6 +12,8 @@ from typing import Any
 from ..plan.ops import RECEIVES
 from .board import Board
 
+ASK_STACK = b"stack"  # what a worker's listener is sent; no job, since pickles begin otherwise
+
 
 class Watchdog:
     """Watches the board: a run hangs when for `limit_s` no rank has come to another operation.

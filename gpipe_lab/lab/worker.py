@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import pickle
@@ -23,8 +24,7 @@ from ..engine.devices import DevicePlan
 from .board import RankBoard
 from .failures import Failure
 from .pickling import dumps
-from .processes import ASK_STACK
-from .watchdog import main_thread_stack
+from .watchdog import ASK_STACK, main_thread_stack
 
 # The driver sees every death itself, so a transfer may take as long as a slow step or a breakpoint needs.
 GROUP_TIMEOUT = timedelta(hours=12)
@@ -109,6 +109,7 @@ class LineStream(io.TextIOBase):
 def main(seat: Seat) -> None:
     """Run jobs until the driver closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.freeze()  # what is imported is no garbage: to look through it takes half a second, amid a long step
     jobs: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     outbox = Outbox(seat)
     threading.Thread(target=_listen, args=(seat, jobs, outbox), daemon=True).start()

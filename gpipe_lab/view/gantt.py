@@ -132,8 +132,7 @@ def plot_overlay(
         where="plot_overlay",
     )
     require(by in ("rank", "trace"), 'by is "rank" or "trace"', got=repr(by), where="plot_overlay")
-    num_ranks = max(trace.num_ranks for trace in traces)
-    rows, place, names = _grouped(num_ranks, labels, by)
+    rows, place, names = _grouped([trace.num_ranks for trace in traces], labels, by)
     ends = [Line(f"end of {label}", _dashes(index)) for index, label in enumerate(labels)]
     until = 1.005 * max(_until(trace) for trace in traces)
     with look():
@@ -167,34 +166,27 @@ def _dashes(index: int) -> Any:
 
 
 def _grouped(
-    num_ranks: int, labels: Sequence[str], by: str
+    num_ranks: Sequence[int], labels: Sequence[str], by: str
 ) -> tuple[list[Rows], dict[tuple[int, int], float], list[str]]:
     """Rows for each trace, the place of every (trace, rank), and the names of the places in order."""
-    count = len(labels)
-    place: dict[tuple[int, int], float] = {}
+    pairs = [(index, rank) for index, count in enumerate(num_ranks) for rank in range(count)]
     if by == "rank":
-        for rank in range(num_ranks):
-            for index in range(count):
-                place[index, rank] = rank * (count + 0.45) + index
-        names = [
-            f"rank {rank}   {label}" if index == 0 else label
-            for rank in range(num_ranks)
-            for index, label in enumerate(labels)
-        ]
-    else:
-        for index in range(count):
-            for rank in range(num_ranks):
-                place[index, rank] = index * (num_ranks + 0.6) + rank
-        names = [
-            f"{label}   rank {rank}" if rank == 0 else f"rank {rank}"
-            for label in labels
-            for rank in range(num_ranks)
-        ]
+        pairs.sort(key=lambda pair: pair[1])
+    group = 1 if by == "rank" else 0  # which of (trace, rank) is kept together
+    gap = 0.45 if by == "rank" else 0.6
+    place: dict[tuple[int, int], float] = {}
+    names = []
+    for at, pair in enumerate(pairs):
+        is_first = at == 0 or pairs[at - 1][group] != pair[group]
+        place[pair] = at + gap * (len({p[group] for p in pairs[: at + 1]}) - 1)
+        parts = labels[pair[0]], f"rank {pair[1]}"
+        first, second = parts[::-1] if by == "rank" else parts
+        names.append(f"{first}   {second}" if is_first else second)
 
     def rows(index: int) -> Rows:
         return Rows(lambda rank: place[index, rank], 0.84)
 
-    return [rows(index) for index in range(count)], place, names
+    return [rows(index) for index in range(len(labels))], place, names
 
 
 def cause(trace: Trace, rank: int, moment: Moment) -> Event | None:

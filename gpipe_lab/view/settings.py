@@ -169,7 +169,7 @@ def draw_measured(
 def notes(trace: Trace, held: Sequence[int], wording: Wording) -> list[str]:
     """What stands beside each row: its busy share, and the most micro-batches it holds at once."""
     return [
-        f"{busy:.0%} busy" + (f", {wording.held} {count}" if any(held) else "")
+        f"{percent(busy)} busy" + (f", {wording.held} {count}" if any(held) else "")
         for busy, count in zip(busy_shares(trace), held, strict=True)
     ]
 
