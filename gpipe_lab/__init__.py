@@ -51,6 +51,7 @@ _LAZY: dict[str, str] = {
             "solution",
             "tiny_batch",
             "tiny_gpt",
+            "track",
         ),
         "gpipe_lab.course",
     ),

@@ -87,18 +87,15 @@ class MemoryReport:
         """What `rank` held, in order of time: the curve beneath a Gantt chart."""
         return self._moments.get(rank, ())
 
-    def peak(self, rank: int, category: str | None = None) -> Moment:
-        """The first moment at which `rank` held most, of one category or of all together."""
+    def peak(self, rank: int, category: str | Sequence[str] | None = None) -> Moment:
+        """The first moment at which `rank` held most: of one category, of several together, or of all."""
+        return max(
+            self.moments(rank), key=lambda moment: _held(moment, category), default=Moment(0, 0.0, None, {})
+        )
 
-        def held(moment: Moment) -> int:
-            return moment.total if category is None else moment.bytes.get(category, 0)
-
-        return max(self.moments(rank), key=held, default=Moment(0, 0.0, None, {}))
-
-    def peak_bytes(self, rank: int, category: str | None = None) -> int:
-        """The most that `rank` held at any one time, in bytes."""
-        moment = self.peak(rank, category)
-        return moment.total if category is None else moment.bytes.get(category, 0)
+    def peak_bytes(self, rank: int, category: str | Sequence[str] | None = None) -> int:
+        """The most that `rank` held at any one time, in bytes: of one category, of several, or of all."""
+        return _held(self.peak(rank, category), category)
 
     def frame(self) -> pandas.DataFrame:
         """One row a change: rank, op_index, time_ms, category, bytes, op."""
@@ -106,6 +103,13 @@ class MemoryReport:
 
         rows = [row._asdict() | {"op": "" if row.op is None else str(row.op)} for row in self.rows]
         return pandas.DataFrame(rows, columns=list(MemoryRow._fields))
+
+
+def _held(moment: Moment, category: str | Sequence[str] | None) -> int:
+    if category is None:
+        return moment.total
+    names = (category,) if isinstance(category, str) else category
+    return sum(moment.bytes.get(name, 0) for name in names)
 
 
 def in_flight(schedule: Schedule, rank: int) -> tuple[int, ...]:

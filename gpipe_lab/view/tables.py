@@ -167,8 +167,8 @@ def explain_error(measured: Trace, simulated: Trace) -> ErrorExplained:
     Schedules are laid out again with the measured times of the operations, one cause at a time, so the
     parts add up to the difference: computation (the typical operation is slower or faster than assumed),
     imbalance (operations differ from the typical one), pace missed (operations of a paced run that took
-    longer than their pace), and communication and launch (waiting that the operations' own times do not
-    explain).
+    longer than their pace), and communication and launch (waiting that neither the operations' own times
+    nor the simulated messages explain).
     """
     require(
         measured.schedule is not None and simulated.schedule is not None,
@@ -195,11 +195,12 @@ def explain_error(measured: Trace, simulated: Trace) -> ErrorExplained:
         return simulate(schedule, _Times(times)).makespan_ms
 
     replayed = replay(measured).makespan_ms
+    messages = simulated.makespan_ms - makespan(assumed)  # what the simulation allows for them
     parts = {
-        "computation": makespan(typical) - simulated.makespan_ms,
+        "computation": makespan(typical) - makespan(assumed),
         "imbalance": makespan(held) - makespan(typical),
         "pace missed": replayed - makespan(held),
-        "communication and launch": measured.makespan_ms - replayed,
+        "communication and launch": measured.makespan_ms - replayed - messages,
     }
     if not paced:
         del parts["pace missed"]

@@ -1,5 +1,6 @@
 """`lab.launch`: any torch.distributed program, on every rank, from a cell or a script."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -90,6 +91,12 @@ def test_a_program_may_end_the_group_itself(lab):
     lab.launch(lambda context: dist.destroy_process_group())
     assert lab.launch(lambda context: dist.get_world_size()) == [4] * 4
     assert lab.generation == generation
+
+
+def test_garbage_is_not_looked_for_among_what_is_imported(lab):
+    """A full collection of torch's hundreds of thousands of objects would stand in a trace as a gap."""
+    assert lab.launch(lambda context: gc.get_freeze_count() > 100_000) == [True] * 4
+    assert lab.launch(lambda context: len(gc.get_objects()) < 20_000) == [True] * 4
 
 
 def test_what_belongs_to_a_group_ends_with_it_and_the_state_does_not(lab):

@@ -40,6 +40,14 @@ def test_peak_with_always(early):
             assert memory.peak_bytes(k, "saved") == 0
 
 
+def test_peak_of_several_categories_is_that_of_one_moment():
+    memory = report(gl.with_recompute(gl.gpipe(2, 3), "except_last"))
+    together = memory.peak_bytes(0, ("boundary", "recomputed", "saved"))
+    assert together == memory.peak_bytes(0) == 2 * BOUNDARY + SAVED
+    assert together < sum(memory.peak_bytes(0, name) for name in ("boundary", "recomputed", "saved"))
+    assert memory.peak(0, ("saved", "boundary")).op == Op.parse("0F2")
+
+
 def test_peak_with_except_last():
     for p, m in GRIDS:
         memory = report(gl.with_recompute(gl.gpipe(p, m), "except_last"))

@@ -321,3 +321,13 @@ def test_sizes_read_as_people_write_them():
         "3 GiB",
     ]
     assert [number(x) for x in (14.0, 3.25, 333.3, 1170.0)] == ["14", "3.25", "333", "1,170"]
+
+
+def test_the_delay_of_simulated_messages_is_not_taken_for_computation():
+    from gpipe_lab.view.tables import explain_error
+
+    schedule = gl.gpipe(3, 4)
+    slow, quick = (gl.simulate(schedule, gl.Costs(send=send)) for send in (3.0, 1.0))
+    explained = explain_error(slow, quick)
+    assert explained.parts_ms["computation"] == explained.parts_ms["imbalance"] == 0
+    assert explained.parts_ms["communication and launch"] == slow.makespan_ms - quick.makespan_ms > 0

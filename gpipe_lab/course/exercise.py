@@ -1,0 +1,199 @@
+"""Exercises that are graded: one function of the learner's, the properties it must have, hints, a solution.
+
+An answer is never compared with the solution's text. It is called on a grid of inputs, and each
+property is a claim about what it returns, so every right way to write it passes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, NamedTuple
+
+from ..plan.errors import require
+from ..plan.schedule import Schedule
+
+Answer = Callable[..., Any]
+Case = dict[str, Any]
+
+
+class Mismatch(NamedTuple):
+    """What a property expected and what it got; `detail` may hold a grid or a message."""
+
+    expected: object
+    got: object
+    detail: str = ""
+
+
+Judge = Callable[..., Mismatch | None]
+
+
+@dataclass(frozen=True)
+class Property:
+    """A claim about an answer: `judge(answer, **case)` is None for every case, or the first mismatch."""
+
+    name: str
+    cases: tuple[Case, ...]
+    judge: Judge
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exercise:
+    """One function to write. `starter` must be unfinished, `mutants` are wrong answers that must fail."""
+
+    name: str
+    statement: str
+    starter: Answer
+    solution: Answer
+    properties: tuple[Property, ...]
+    hints: tuple[str, str, str]
+    mutants: dict[str, Answer]
+    imports: str = ""  # what the learner's cell imports
+    on_ranks: bool = False  # graded by running the answer on worker processes, which takes seconds
+
+    def __post_init__(self) -> None:
+        require(len(self.hints) == 3, "an exercise has three hints", got=len(self.hints), where=self.name)
+        require(
+            len(self.mutants) >= 3,
+            "an exercise has at least three wrong answers that must fail",
+            got=len(self.mutants),
+            where=self.name,
+        )
+
+    @property
+    def chapter(self) -> str:
+        return self.name.partition("-")[0]
+
+    @property
+    def starter_source(self) -> str:
+        return source_of(self.starter, self.imports)
+
+    def is_starter(self, answer: Answer) -> bool:
+        """Whether `answer` is the starter, or the cell that shows it with nothing changed."""
+        if answer is self.starter:
+            return True
+        try:
+            return source_of(answer) == source_of(self.starter)
+        except (OSError, TypeError):  # no source to compare
+            return False
+
+    @property
+    def solution_source(self) -> str:
+        """The solution under the name that the learner's function has."""
+        source = source_of(self.solution, self.imports)
+        return source.replace(f"def {self.solution.__name__}(", f"def {self.starter.__name__}(")
+
+
+@dataclass(frozen=True)
+class Counterexample:
+    """The first property that fails, and the input at which it does: `case`, to try it again with."""
+
+    claim: str
+    case: Case
+    expected: str
+    got: str
+    detail: str = ""
+    line: str = ""  # the learner's own line, where one raised
+
+    @property
+    def given(self) -> str:
+        return ", ".join(f"{name}={_shown(value)}" for name, value in self.case.items())
+
+    def __str__(self) -> str:
+        text = f"{self.claim}: fails at {self.given}\nexpected {self.expected}\ngot      {self.got}"
+        return "\n".join(part for part in (text, self.line, self.detail) if part)
+
+
+class NotDone(Exception):
+    """The answer is still a starter."""
+
+
+def over(**ranges: Any) -> Callable[[Judge], Property]:
+    """Turn `judge(answer, P, M)` into a property over the grid of the given ranges.
+
+    The property's name is the judge's docstring. Small inputs come first, so that the counterexample
+    shown is a small one.
+    """
+    return over_cases(*_grid(ranges))
+
+
+def over_cases(*cases: Case) -> Callable[[Judge], Property]:
+    """Turn `judge(answer, **case)` into a property over the given cases."""
+
+    def build(judge: Judge) -> Property:
+        assert judge.__doc__ is not None
+        return Property(judge.__doc__.strip(), cases, judge)
+
+    return build
+
+
+def first_counterexample(exercise: Exercise, answer: Answer) -> Counterexample | None:
+    """Try every property on every case. Raises `NotDone` for a starter, `Exception`s are counterexamples."""
+    finished = _finished(answer)
+    for claim in exercise.properties:
+        for case in claim.cases:
+            found = _judge(claim, finished, answer, case)
+            if found is not None:
+                return found
+    return None
+
+
+def _judge(claim: Property, finished: Answer, answer: Answer, case: Case) -> Counterexample | None:
+    try:
+        mismatch = claim.judge(finished, **case)
+    except NotDone:
+        raise
+    except Exception as error:
+        got = f"{type(error).__name__}: {error}"
+        line = _own_line(error, answer)
+        return Counterexample(claim.name, case, "an answer", got, line=line)
+    if mismatch is None:
+        return None
+    return Counterexample(claim.name, case, str(mismatch.expected), str(mismatch.got), mismatch.detail)
+
+
+def _shown(value: object) -> str:
+    """A value as a counterexample names it: a schedule by its name, its grid is shown apart."""
+    return repr(value.name) if isinstance(value, Schedule) else repr(value)
+
+
+def _finished(answer: Answer) -> Answer:
+    """The answer, or `NotDone` as soon as it shows that it is still a starter."""
+
+    @wraps(answer)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            result = answer(*args, **kwargs)
+        except NotImplementedError as error:
+            raise NotDone from error
+        if result is None or result is NotImplemented or result is Ellipsis:
+            raise NotDone
+        return result
+
+    return call
+
+
+def _own_line(error: Exception, answer: Answer) -> str:
+    """The innermost line of the learner's own file (a cell is one) that the error went through."""
+    code = getattr(inspect.unwrap(answer), "__code__", None)
+    frames = inspect.getinnerframes(error.__traceback__) if error.__traceback__ else []
+    own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
+    if not own:
+        return ""
+    text = (own[-1].code_context or [""])[0].strip()
+    return f"your line {own[-1].lineno}: {text}".rstrip(": ")
+
+
+def source_of(function: Answer, imports: str = "") -> str:
+    source = textwrap.dedent(inspect.getsource(function)).strip()
+    return f"{imports}\n\n\n{source}" if imports else source
+
+
+def _grid(ranges: dict[str, Any]) -> Iterator[Case]:
+    cases: list[Case] = [{}]
+    for name, values in ranges.items():
+        cases = [case | {name: value} for case in cases for value in values]
+    return iter(sorted(cases, key=lambda case: sum(v for v in case.values() if isinstance(v, int | float))))

@@ -1,0 +1,127 @@
+"""Chapter 03, micro-batches: GPipe, written as a schedule."""
+
+from __future__ import annotations
+
+import math
+
+from ...plan.formulas import pipeline_ms
+from ...plan.ops import Kind, Op
+from ...plan.schedule import Schedule
+from ...plan.schedules import naive, one_f_one_b
+from ...plan.simulate import Costs, simulate
+from ..exercise import Answer, Exercise, Mismatch, over
+from .schedules import not_runnable
+
+IMPORTS = "from gpipe_lab import Kind, Op, Schedule"
+
+
+def my_gpipe(num_stages: int, num_microbatches: int) -> Schedule:
+    rows = []
+    for stage in range(num_stages):
+        row: list[Op] = []  # Op(Kind.F, stage, 0) is the forward of micro-batch 0 on this stage
+        rows.append(tuple(row))
+    raise NotImplementedError("fill the rows, then delete this line")
+    return Schedule("my gpipe", num_microbatches, tuple(range(num_stages)), tuple(rows))
+
+
+def solution(num_stages: int, num_microbatches: int) -> Schedule:
+    rows = []
+    for stage in range(num_stages):
+        forwards = [Op(Kind.F, stage, m) for m in range(num_microbatches)]
+        # Last in, first out: the micro-batch that went forward last has its activations at hand.
+        backwards = [Op(Kind.B, stage, m) for m in reversed(range(num_microbatches))]
+        rows.append(tuple(forwards + backwards))
+    return Schedule("my gpipe", num_microbatches, tuple(range(num_stages)), tuple(rows))
+
+
+def loses_the_last_microbatch(num_stages: int, num_microbatches: int) -> Schedule:
+    kept = tuple(
+        tuple(op for op in row if op.microbatch < max(1, num_microbatches - 1))
+        for row in solution(num_stages, num_microbatches).ops
+    )
+    return Schedule("short", num_microbatches, tuple(range(num_stages)), kept)
+
+
+def orders_differ(num_stages: int, num_microbatches: int) -> Schedule:
+    """Odd stages run their backwards first in, first out, the others last in, first out."""
+
+    def row(stage: int) -> tuple[Op, ...]:
+        forwards = [Op(Kind.F, stage, m) for m in range(num_microbatches)]
+        backwards = [Op(Kind.B, stage, m) for m in range(num_microbatches)]
+        return tuple(forwards + (backwards if stage % 2 else backwards[::-1]))
+
+    return Schedule(
+        "mixed", num_microbatches, tuple(range(num_stages)), tuple(row(stage) for stage in range(num_stages))
+    )
+
+
+def two_halves(num_stages: int, num_microbatches: int) -> Schedule:
+    """All forwards, then all backwards, but for each half of the micro-batches: the pipeline drains twice."""
+    half = (num_microbatches + 1) // 2
+
+    def row(stage: int) -> tuple[Op, ...]:
+        parts = [range(half), range(half, num_microbatches)]
+        return tuple(Op(kind, stage, m) for part in parts for kind in (Kind.F, Kind.B) for m in part)
+
+    return Schedule(
+        "two halves",
+        num_microbatches,
+        tuple(range(num_stages)),
+        tuple(row(stage) for stage in range(num_stages)),
+    )
+
+
+@over(P=range(1, 5), M=range(1, 7))
+def it_runs(answer: Answer, P: int, M: int) -> Mismatch | None:
+    """every stage runs every micro-batch forward and backward, in an order that can run"""
+    return not_runnable(answer(P, M), P=P, M=M)
+
+
+@over(P=range(1, 5), M=range(1, 7))
+def forwards_first(answer: Answer, P: int, M: int) -> Mismatch | None:
+    """every rank runs all its forwards before its first backward"""
+    schedule = answer(P, M)
+    for rank, row in enumerate(schedule.ops):
+        kinds = [op.kind for op in row]
+        if kinds != [Kind.F] * M + [Kind.B] * M:
+            got = " ".join(schedule.label(op) for op in row)
+            return Mismatch(f"{M} forwards, then {M} backwards on rank {rank}", got, schedule.grid())
+    return None
+
+
+@over(P=range(1, 5), M=range(1, 7), backward_ms=(1.0, 2.0, 3.5))
+def on_time(answer: Answer, P: int, M: int, backward_ms: float) -> Mismatch | None:
+    """the whole step takes (M + P − 1)(Tf + Tb), with Tf = 1 ms"""
+    schedule = answer(P, M)
+    makespan = simulate(schedule, Costs(forward=1.0, backward=backward_ms)).makespan_ms
+    expected = pipeline_ms(P, M, 1.0, backward_ms)
+    if math.isclose(makespan, expected, rel_tol=1e-9):
+        return None
+    return Mismatch(f"{expected:g} ms", f"{makespan:g} ms", schedule.grid())
+
+
+GPIPE = Exercise(
+    name="03-gpipe",
+    statement=(
+        "Write GPipe as a schedule: every rank runs all its forwards, then all its backwards. "
+        "Either order of the backwards is right, as long as all stages agree on one."
+    ),
+    starter=my_gpipe,
+    solution=solution,
+    properties=(it_runs, forwards_first, on_time),
+    hints=(
+        "You say only the order on each rank. Waiting is what is left over, so nothing says when.",
+        "A row has two parts of M operations each: the forwards, then the backwards.",
+        "F0 F1 F2 F3 B3 B2 B1 B0 for four micro-batches, on every stage.",
+    ),
+    mutants={
+        "1F1B: the same time, but backwards come early": one_f_one_b,
+        "naive: one micro-batch at a time": naive,
+        "the last micro-batch is lost": loses_the_last_microbatch,
+        "stages disagree on the order of backwards": orders_differ,
+        "two halves, drained one after the other": two_halves,
+    },
+    imports=IMPORTS,
+)
+
+EXERCISES = (GPIPE,)

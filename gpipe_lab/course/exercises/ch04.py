@@ -1,0 +1,173 @@
+"""Chapter 04, activation memory: how many micro-batches each rank holds, and when."""
+
+from __future__ import annotations
+
+import random
+
+from ...plan.memory import StageBytes, simulate_memory
+from ...plan.ops import Kind, Op
+from ...plan.schedule import Schedule, dependencies
+from ...plan.simulate import Costs, simulate
+from ..exercise import Answer, Case, Exercise, Mismatch, over_cases
+
+Curve = list[tuple[float, int]]  # (time in ms, micro-batches held from then on), in order of time
+
+IMPORTS = "from gpipe_lab import Kind, simulate"
+
+
+def held(schedule, costs):
+    """For every rank a list of (time, count), in order of time.
+
+    time: when an operation ends, in ms. count: micro-batches whose activations the rank holds from then on.
+    """
+    trace = simulate(schedule, costs)  # trace.computations: events with rank, op, start_ms, end_ms
+    raise NotImplementedError("walk through the events")
+    return trace
+
+
+def solution(schedule, costs):
+    trace = simulate(schedule, costs)
+    curves = [[] for rank in range(schedule.num_ranks)]
+    count = [0] * schedule.num_ranks
+    for event in sorted(trace.computations, key=lambda event: event.end_ms):
+        if event.op.kind is Kind.F:
+            count[event.rank] += 1
+        elif event.op.kind in (Kind.B, Kind.W):  # a split backward still needs them until its W
+            count[event.rank] -= 1
+        curves[event.rank].append((event.end_ms, count[event.rank]))
+    return curves
+
+
+def _curves(
+    schedule: Schedule, costs: Costs, *, take: Kind, give: set[Kind], at: str = "end_ms"
+) -> list[Curve]:
+    """A wrong answer: counts up at `take`, down at `give`, at the start or the end of the operation."""
+    curves: list[Curve] = [[] for _ in range(schedule.num_ranks)]
+    count = [0] * schedule.num_ranks
+    for event in sorted(simulate(schedule, costs).computations, key=lambda event: event.end_ms):
+        count[event.rank] += (event.op.kind is take) - (event.op.kind in give)
+        curves[event.rank].append((getattr(event, at), count[event.rank]))
+    return curves
+
+
+def never_freed(schedule: Schedule, costs: Costs) -> list[Curve]:
+    return _curves(schedule, costs, take=Kind.F, give=set())
+
+
+def freed_at_backward_input(schedule: Schedule, costs: Costs) -> list[Curve]:
+    return _curves(schedule, costs, take=Kind.F, give={Kind.B, Kind.I})
+
+
+def counted_at_the_start(schedule: Schedule, costs: Costs) -> list[Curve]:
+    return _curves(schedule, costs, take=Kind.F, give={Kind.B, Kind.W}, at="start_ms")
+
+
+def always_all(schedule: Schedule, costs: Costs) -> list[Curve]:
+    trace = simulate(schedule, costs)
+    return [
+        [(event.end_ms, schedule.num_microbatches) for event in trace.computations if event.rank == rank]
+        for rank in range(schedule.num_ranks)
+    ]
+
+
+def all_ranks_together(schedule: Schedule, costs: Costs) -> list[Curve]:
+    """Every rank is charged with what the others hold as well."""
+    merged = sorted(point for curve in solution(schedule, costs) for point in curve)
+    return [merged for _ in range(schedule.num_ranks)]
+
+
+def random_schedule(seed: int) -> Schedule:
+    """A valid schedule drawn at random: any operation whose inputs are there may come next on its rank."""
+    draw = random.Random(seed)
+    num_ranks, num_microbatches = draw.randint(1, 4), draw.randint(1, 5)
+    num_stages = num_ranks * draw.choice((1, 1, 2))
+    kinds = draw.choice(((Kind.F, Kind.B), (Kind.F, Kind.B), (Kind.F, Kind.I, Kind.W)))
+    stage_to_rank = tuple(stage % num_ranks for stage in range(num_stages))
+    ops = [Op(kind, s, m) for kind in kinds for s in range(num_stages) for m in range(num_microbatches)]
+    whole = Schedule(
+        f"random {seed}",
+        num_microbatches,
+        stage_to_rank,
+        tuple(tuple(op for op in ops if stage_to_rank[op.stage] == rank) for rank in range(num_ranks)),
+    )
+    rows: list[list[Op]] = [[] for _ in range(num_ranks)]
+    done: set[Op] = set()
+    while len(done) < len(ops):
+        ready = [op for op in ops if op not in done and done.issuperset(dependencies(op, whole))]
+        op = draw.choice(ready)
+        done.add(op)
+        rows[stage_to_rank[op.stage]].append(op)
+    return Schedule(whole.name, num_microbatches, stage_to_rank, tuple(map(tuple, rows)))
+
+
+def ledger(schedule: Schedule, costs: Costs) -> list[Curve]:
+    """What the simulated memory ledger holds when a micro-batch weighs one byte on every stage."""
+    report = simulate_memory(
+        simulate(schedule, costs), [StageBytes(saved=1, boundary=1)] * schedule.num_stages
+    )
+    return [
+        [(moment.time_ms, moment.total) for moment in report.moments(rank)]
+        for rank in range(schedule.num_ranks)
+    ]
+
+
+def changes(curve: Curve) -> Curve:
+    """Only the points at which the count changes: an answer may list an operation that changes nothing."""
+    points: Curve = []
+    for time, count in curve:
+        if count != (points[-1][1] if points else 0):
+            points.append((float(time), int(count)))
+    return points
+
+
+def _cases(num_cases: int) -> list[Case]:
+    schedules = (random_schedule(seed) for seed in range(num_cases))
+    by_size = sorted(schedules, key=lambda schedule: len(schedule.rank_of))
+    return [{"schedule": schedule, "costs": _costs(schedule)} for schedule in by_size]
+
+
+def _costs(schedule: Schedule) -> Costs:
+    """Times that differ by stage, and never so that two operations of a rank end at once."""
+    draw = random.Random(len(schedule.rank_of))
+    forward = [draw.randint(1, 4) + 0.25 for _ in range(schedule.num_stages)]
+    return Costs(forward=forward, backward=[2 * time for time in forward])
+
+
+@over_cases(*_cases(60))
+def equals_the_ledger(answer: Answer, schedule: Schedule, costs: Costs) -> Mismatch | None:
+    """on schedules drawn at random, what every rank holds equals the ledger at all times"""
+    expected = [changes(curve) for curve in ledger(schedule, costs)]
+    got = [changes(curve) for curve in answer(schedule, costs)]
+    if len(got) != schedule.num_ranks:
+        return Mismatch(f"{schedule.num_ranks} lists, one a rank", f"{len(got)} lists", schedule.grid())
+    for rank, (right, mine) in enumerate(zip(expected, got, strict=True)):
+        if right != mine:
+            return Mismatch(f"rank {rank}: {right}", f"rank {rank}: {mine}", schedule.grid())
+    return None
+
+
+HELD = Exercise(
+    name="04-held",
+    statement=(
+        "Write held(schedule, costs): for every rank the number of micro-batches whose activations it holds, "
+        "as a list of (time, count) with a point wherever an operation ends."
+    ),
+    starter=held,
+    solution=solution,
+    properties=(equals_the_ledger,),
+    hints=(
+        "Simulate first; then walk through the computations in the order in which they end.",
+        "A forward adds one. Which operation no longer needs the activations once it is done?",
+        "B takes one away. Where the backward is split, I still needs them for its W: W takes one away.",
+    ),
+    mutants={
+        "never freed": never_freed,
+        "freed at backward_input, while W still needs them": freed_at_backward_input,
+        "counted when an operation starts": counted_at_the_start,
+        "M at all times": always_all,
+        "all ranks counted together": all_ranks_together,
+    },
+    imports=IMPORTS,
+)
+
+EXERCISES = (HELD,)

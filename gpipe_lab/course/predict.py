@@ -1,0 +1,91 @@
+"""A number the learner commits to before anything runs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ..plan.errors import require
+from . import mode
+
+_committed: dict[str, float] = {}  # running the cell again keeps what was typed
+
+
+class Prediction:
+    """What the learner expects. `value` is the number typed, or the default where nobody typed one."""
+
+    def __init__(self, name: str, question: str, default: float, unit: str) -> None:
+        self.name = name
+        self.question = question
+        self.default = default
+        self.unit = unit
+
+    @property
+    def value(self) -> float:
+        return _committed.get(self.name, self.default)
+
+    @value.setter
+    def value(self, number: float) -> None:
+        _committed[self.name] = float(number)
+
+    @property
+    def is_default(self) -> bool:
+        return self.name not in _committed
+
+    def versus(self, found: float, what: str = "measured") -> str:
+        """One sentence that sets the prediction beside what was found."""
+        said = "the default was" if self.is_default else "you said"
+        beside = f"{said} {self._with_unit(self.value)}, {what}: {self._with_unit(found)}"
+        if found == 0 or math.isclose(self.value, found, rel_tol=0.005):
+            return beside
+        ratio = self.value / found - 1
+        return f"{beside} ({abs(ratio):.0%} too {'high' if ratio > 0 else 'low'})"
+
+    def __repr__(self) -> str:
+        source = " (default)" if self.is_default else ""
+        return f"{self.question} Your prediction: {self._with_unit(self.value)}{source}"
+
+    def _with_unit(self, number: float) -> str:
+        return f"{number:.6g} {self.unit}".rstrip()
+
+
+def predict(name: str, question: str, default: float, unit: str = "") -> Prediction:
+    """Ask for a number before running. Returns at once; read `.value` in a later cell.
+
+    In a live notebook a box appears; elsewhere the question is printed and the default serves.
+    `name` tells predictions apart and lets a cell that runs again keep what was typed.
+    """
+    is_number = isinstance(default, int | float) and not isinstance(default, bool) and math.isfinite(default)
+    require(
+        is_number,
+        "a prediction's default is a finite number",
+        got=f"default={default!r}",
+        where=f"predict({name!r}, ...)",
+        remedy="default=0.0",
+    )
+    prediction = Prediction(name, question, default, unit)
+    if mode.live():
+        from IPython.display import display
+
+        display(_box(prediction))
+    else:
+        print(prediction)
+    return prediction
+
+
+def _box(prediction: Prediction) -> Any:
+    import ipywidgets as widgets
+
+    number = widgets.FloatText(
+        value=prediction.value,
+        description="I predict",
+        tooltip=prediction.question,
+        layout=widgets.Layout(width="14em"),
+    )
+
+    def commit(change: dict) -> None:
+        prediction.value = change["new"]
+
+    number.observe(commit, names="value")
+    unit = widgets.Label(prediction.unit)
+    return widgets.VBox([widgets.Label(prediction.question), widgets.HBox([number, unit])])

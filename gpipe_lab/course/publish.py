@@ -1,0 +1,58 @@
+"""Execute notebooks in place and keep their outputs small and steady: `make course`.
+
+Everything that changes from run to run without meaning anything (times of execution, versions, widget
+state) is left out, so that a difference between two runs is a difference in the course.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
+
+
+def execute(path: Path, *, timeout_s: int = 600) -> None:
+    """Run one notebook and write it back with its outputs. Raises, and writes nothing, if a cell fails."""
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(path, as_version=4)
+    client = NotebookClient(
+        notebook,
+        timeout=timeout_s,
+        kernel_name=KERNEL["name"],
+        record_timing=False,
+        coalesce_streams=True,
+        resources={"metadata": {"path": str(path.parent)}},
+    )
+    client.execute()
+    clean(notebook)
+    nbformat.validate(notebook)
+    nbformat.write(notebook, path)
+
+
+def clean(notebook: Any) -> None:
+    """Take out of an executed notebook what is not worth keeping."""
+    notebook.metadata = type(notebook.metadata)(kernelspec=KERNEL, language_info={"name": "python"})
+    for cell in notebook.cells:
+        cell.metadata.pop("execution", None)
+        if cell.cell_type == "code":
+            # A widget without its state is a line of text that says nothing; its static twin stays.
+            cell.outputs = [out for out in cell.outputs if WIDGET_VIEW not in out.get("data", {})]
+
+
+def main(paths: list[str]) -> None:
+    os.environ["GPIPE_LAB_HEADLESS"] = "1"
+    for path in map(Path, paths):
+        began = time.monotonic()
+        execute(path)
+        print(f"{path}: {time.monotonic() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,348 @@
+"""Exercises grade rightly, progress is kept, predictions never block, the doctor tells the machine."""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpipe_lab.course import check, doctor, hint, predict, progress, solution, strict, track
+from gpipe_lab.course.exercise import Answer, Exercise, Mismatch, over, source_of
+from gpipe_lab.course.exercises import all_exercises, ch04, ch05, find
+from gpipe_lab.course.publish import clean
+from gpipe_lab.plan.errors import InputError
+from gpipe_lab.plan.memory import StageBytes, simulate_memory
+from gpipe_lab.plan.recompute import with_recompute
+from gpipe_lab.plan.schedules import gpipe
+from gpipe_lab.plan.simulate import simulate
+from gpipe_lab.plan.validate import validate
+
+EXERCISES = {name: e for name, e in all_exercises().items() if not e.on_ranks}  # those are in tests/dist
+MUTANTS = [(name, mutant) for name, exercise in EXERCISES.items() for mutant in exercise.mutants]
+
+
+@pytest.fixture(autouse=True)
+def kept_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Progress in a file of the test's own."""
+    path = tmp_path / "progress.json"
+    monkeypatch.setenv("GPIPE_LAB_PROGRESS", str(path))
+    return path
+
+
+# Every exercise.
+
+
+def test_every_chapter_has_an_exercise() -> None:
+    assert {exercise.chapter for exercise in EXERCISES.values()} >= {"00", "02", "03", "04", "05"}
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_solution_passes(name: str) -> None:
+    result = check(name, find(name).solution)
+    assert result, repr(result)
+    assert result.status == "passed"
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_starter_is_not_done(name: str) -> None:
+    result = check(name, find(name).starter)
+    assert result.status == "not done yet"
+    assert not result
+
+
+@pytest.mark.parametrize(("name", "mutant"), MUTANTS)
+def test_mutant_fails(name: str, mutant: str) -> None:
+    result = check(name, find(name).mutants[mutant])
+    assert result.status == "failed"
+    assert result.counterexample is not None
+    assert result.counterexample.given in repr(result)
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_hints_and_solution_can_be_shown(name: str) -> None:
+    exercise = find(name)
+    assert len(set(exercise.hints)) == 3
+    assert len(exercise.mutants) >= 3
+    namespace: dict[str, Any] = {}
+    exec(exercise.solution_source, namespace)  # pastes into a cell as it is, under the learner's name
+    assert check(name, namespace[exercise.starter.__name__])
+    assert "<details>" in solution(name)._repr_html_()
+    assert exercise.solution_source not in repr(solution(name))
+
+
+def test_the_case_of_the_text_on_checkpointing() -> None:
+    """8 layers, a/b = 4, M = 16: k = 4, and the ledger agrees on the bytes of every k that divides 8."""
+    assert ch05.solution(8, 1, 4, 16) == 4
+    for every in (1, 2, 4, 8):
+        schedule = with_recompute(gpipe(1, 16), f"every:{every}", layers_per_stage=8)
+        report = simulate_memory(simulate(schedule), [StageBytes(saved=8 * 4, boundary=1)])
+        # The ledger counts a segment's input once, as boundary; the exercise counts it in both places.
+        assert report.peak_bytes(0) + 1 == ch05.peak_bytes(8, 1, 4, 16, every)
+
+
+def test_random_schedules_are_valid_and_varied() -> None:
+    schedules = [ch04.random_schedule(seed) for seed in range(60)]
+    for schedule in schedules:
+        validate(schedule)
+    assert {schedule.num_ranks for schedule in schedules} == {1, 2, 3, 4}
+    assert len({schedule.ops for schedule in schedules}) > 50
+
+
+# How answers are graded.
+
+
+@over(n=(3, 1, 2))
+def doubles(answer: Answer, n: int) -> Mismatch | None:
+    """twice the number comes back"""
+    got = answer(n)
+    return None if got == 2 * n else Mismatch(2 * n, got)
+
+
+def unfinished(n: int) -> int:
+    raise NotImplementedError
+
+
+DOUBLE = Exercise(
+    name="99-double",
+    statement="Double it.",
+    starter=unfinished,
+    solution=lambda n: 2 * n,
+    properties=(doubles,),
+    hints=("a", "b", "c"),
+    mutants={"same": lambda n: n, "square": lambda n: n * n, "one more": lambda n: n + 1},
+)
+
+
+def test_the_smallest_counterexample_is_named() -> None:
+    result = check(DOUBLE, lambda n: 2 * n + (n > 1))
+    assert (
+        repr(result) == "99-double: failed\ntwice the number comes back: fails at n=2\nexpected 4\ngot      5"
+    )
+    assert result.counterexample is not None
+    assert result.counterexample.case == {"n": 2}
+    assert "twice the number" in result._repr_html_()
+
+
+def test_a_starter_that_is_a_whole_program_is_not_done_and_says_what_fails() -> None:
+    def faulty(n: int) -> int:
+        return n
+
+    exercise = replace(DOUBLE, starter=faulty)
+    namespace: dict[str, Any] = {}
+    exec(compile(source_of(faulty), "starter", "exec"), namespace)
+    result = check(exercise, faulty)
+    assert (result.status, bool(result)) == ("not done yet", False)
+    assert "the starter as given" in repr(result)
+    assert "twice the number comes back: fails at n=1" in repr(result)
+    assert check(exercise, namespace["faulty"]).status == "failed"  # without a source, it is an answer
+    assert check(exercise, lambda n: n).status == "failed"
+
+
+@pytest.mark.parametrize("unset", [None, NotImplemented, ...])
+def test_nothing_returned_is_not_done(unset: object) -> None:
+    assert check(DOUBLE, lambda n: unset).status == "not done yet"
+
+
+def test_an_exception_shows_the_line_that_raised_it() -> None:
+    def broken(n: int) -> int:
+        return n // (n - n)
+
+    result = check(DOUBLE, broken)
+    assert result.status == "failed"
+    assert "ZeroDivisionError" in repr(result)
+    assert "return n // (n - n)" in repr(result)
+
+
+def test_an_answer_of_the_wrong_type_is_a_wrong_answer() -> None:
+    assert check("03-gpipe", lambda num_stages, num_microbatches: "F0 B0").status == "failed"
+    assert check("04-held", lambda schedule, costs: 3).status == "failed"
+    assert check("04-held", lambda schedule: []).status == "failed"
+    assert check("00-finish-time", lambda minutes, num_loads: "soon").status == "failed"
+
+
+def test_text_is_escaped_in_html() -> None:
+    page = check(DOUBLE, lambda n: "<script>")._repr_html_()
+    assert "<script>" not in page
+
+
+def test_hints_come_one_after_another_and_then_stay() -> None:
+    assert [hint(DOUBLE).number for _ in range(5)] == [1, 2, 3, 3, 3]
+    assert hint(DOUBLE, 2).text == "b"
+
+
+@pytest.mark.parametrize(
+    "call", [lambda: check("17-x", len), lambda: check("03-gpipe", 3), lambda: hint(DOUBLE, 4)]
+)
+def test_wrong_use_is_refused(call: Any) -> None:
+    with pytest.raises(InputError):
+        call()
+
+
+# Progress.
+
+
+def test_what_passes_is_recorded_and_can_be_reset(kept_apart: Path) -> None:
+    check("00-finish-time", find("00-finish-time").starter)
+    assert not progress().passed
+    check("00-finish-time", find("00-finish-time").solution)
+    assert list(progress().passed) == ["00-finish-time"]
+    assert "[x] 00-finish-time" in repr(progress())
+    assert "[ ] 03-gpipe" in repr(progress())
+    assert json.loads(kept_apart.read_text())["passed"].keys() == {"00-finish-time"}
+    assert list(kept_apart.parent.iterdir()) == [kept_apart]  # no half-written file is left
+    assert not progress(reset=True).passed
+    assert not kept_apart.exists()
+    progress(reset=True)
+
+
+def test_the_first_pass_is_kept(kept_apart: Path) -> None:
+    kept_apart.write_text(json.dumps({"passed": {"00-finish-time": "2020-01-01T00:00:00"}}))
+    check("00-finish-time", find("00-finish-time").solution)
+    assert progress().passed["00-finish-time"] == "2020-01-01T00:00:00"
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"passed": 3}', '{"passed": ["x"]}'])
+def test_a_damaged_file_counts_as_empty(kept_apart: Path, damage: str) -> None:
+    kept_apart.write_text(damage)
+    assert not progress().passed
+    assert check("00-finish-time", find("00-finish-time").solution)
+    assert list(progress().passed) == ["00-finish-time"]
+
+
+def test_a_place_that_cannot_be_written_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("GPIPE_LAB_PROGRESS", str(tmp_path / "file" / "progress.json"))
+    result = check("00-finish-time", find("00-finish-time").solution)
+    assert result
+    assert "not recorded" in repr(result)
+
+
+def test_a_headless_run_writes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("GPIPE_LAB_PROGRESS")
+    monkeypatch.chdir(tmp_path)
+    assert check("00-finish-time", find("00-finish-time").solution)
+    assert list(tmp_path.iterdir()) == []
+
+
+# Predictions.
+
+
+def test_a_prediction_serves_its_default_without_blocking(capsys: pytest.CaptureFixture[str]) -> None:
+    guess = predict("test-default", "How long do ten loads take?", 900, "min")
+    assert guess.value == 900
+    assert capsys.readouterr().out == "How long do ten loads take? Your prediction: 900 min (default)\n"
+    assert guess.versus(360) == "the default was 900 min, measured: 360 min (150% too high)"
+    assert guess.versus(900.1, "simulated") == "the default was 900 min, simulated: 900.1 min"
+
+
+def test_a_typed_number_outlives_a_second_run_of_the_cell() -> None:
+    predict("test-typed", "How much?", 1.0).value = 0.3
+    again = predict("test-typed", "How much?", 1.0)
+    assert again.value == 0.3
+    assert again.versus(0.6) == "you said 0.3, measured: 0.6 (50% too low)"
+
+
+def test_the_box_commits_what_is_typed() -> None:
+    from gpipe_lab.course.predict import _box
+
+    guess = predict("test-box", "How much?", 1.0, "ms")
+    number = _box(guess).children[1].children[0]
+    number.value = 4.5
+    assert guess.value == 4.5
+
+
+@pytest.mark.parametrize("default", [float("nan"), float("inf"), "ten", None, True])
+def test_a_default_is_a_finite_number(default: Any) -> None:
+    with pytest.raises(InputError):
+        predict("test-bad", "How much?", default)
+
+
+# The progress bar.
+
+
+def test_a_headless_loop_is_tracked_without_output(capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(track((1, 2, 4))) == [1, 2, 4]
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_live_loop_moves_a_bar(monkeypatch: pytest.MonkeyPatch, broken: bool) -> None:
+    widgets = pytest.importorskip("ipywidgets")
+    bar = widgets.IntProgress(max=3)
+    monkeypatch.setattr("gpipe_lab.course.mode.live", lambda: True)
+    monkeypatch.setattr("gpipe_lab.course.loops._bar", lambda length: bar)
+    seen = []
+    for item in track((1, 2, 4), label=lambda M: f"M = {M}"):
+        seen.append((item, bar.value, bar.description))
+        if broken and item == 2:
+            break
+    assert seen == [(1, 0, "M = 1"), (2, 1, "M = 2"), (4, 2, "M = 4")][: len(seen)]
+    gc.collect()  # a loop that was left ends its generator
+    assert (bar.value, bar.bar_style) == ((1, "danger") if broken else (3, "success"))
+
+
+# The doctor.
+
+
+def test_doctor_prints_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    report = doctor(num_ranks=2, device="cpu")
+    printed = capsys.readouterr().out
+    assert printed == report.line + "\n"
+    assert printed.count("\n") == 1
+    assert (report.kind, report.backend, report.num_ranks) == ("cpu", "gloo", 2)
+    assert report.reason in printed
+    assert report.torch in printed
+    assert not report.strict  # there is no notebook here
+
+
+def test_doctor_says_when_runs_are_paced() -> None:
+    few = doctor(num_ranks=1, device="cpu")
+    many = doctor(num_ranks=few.cores + 1, device="cpu")
+    assert (few.paced, many.paced) == (False, True)
+    assert "paced" in many.line
+
+
+def test_doctor_refuses_an_unknown_device() -> None:
+    with pytest.raises(InputError):
+        doctor(device="tpu")
+
+
+def test_nothing_is_watched_outside_a_notebook() -> None:
+    assert not strict.enable()
+
+
+# The package.
+
+
+def test_importing_the_course_is_light() -> None:
+    code = (
+        "import sys, gpipe_lab.course, gpipe_lab.course.exercises as e; e.all_exercises();"
+        "heavy = {'torch', 'ipywidgets', 'IPython', 'pandas', 'matplotlib', 'numpy'} & set(sys.modules);"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_published_notebooks_lose_what_changes_from_run_to_run() -> None:
+    nbformat = pytest.importorskip("nbformat")
+    view = {"application/vnd.jupyter.widget-view+json": {"model_id": "1"}, "text/plain": "VBox()"}
+    shown = nbformat.v4.new_output("display_data", data=view)
+    kept = nbformat.v4.new_output("stream", text="180\n")
+    cell = nbformat.v4.new_code_cell(
+        "1", outputs=[shown, kept], metadata={"execution": {"x": "1"}, "tags": ["a"]}
+    )
+    book = nbformat.v4.new_notebook(
+        cells=[cell], metadata={"widgets": {}, "language_info": {"name": "python", "version": "3"}}
+    )
+    clean(book)
+    assert book.cells[0].outputs == [kept]
+    assert book.cells[0].metadata == {"tags": ["a"]}
+    assert set(book.metadata) == {"kernelspec", "language_info"}
+    nbformat.validate(book)
