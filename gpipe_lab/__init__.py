@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from .plan.errors import InputError, ScheduleError
+from .plan.interleaved import interleaved
 from .plan.lowering import lower
 from .plan.memory import (
     MemoryReport,
@@ -25,6 +26,7 @@ from .plan.schedules import SCHEDULES, forward_only, gpipe, naive, one_f_one_b
 from .plan.simulate import Costs, costs_of, replay, simulate
 from .plan.trace import Event, Trace
 from .plan.validate import validate
+from .plan.zero_bubble import zero_bubble_h1, zero_bubble_h2, zero_bubble_v
 
 __version__ = "0.1.0"
 
@@ -97,6 +99,7 @@ __all__ = [
     "forward_only",
     "gpipe",
     "in_flight",
+    "interleaved",
     "lower",
     "naive",
     "one_f_one_b",
@@ -106,5 +109,8 @@ __all__ = [
     "simulate_memory",
     "validate",
     "with_recompute",
+    "zero_bubble_h1",
+    "zero_bubble_h2",
+    "zero_bubble_v",
     *_LAZY,
 ]

@@ -7,10 +7,11 @@ from dataclasses import replace
 from .errors import is_count, require
 from .ops import SENDS, TRANSFERS, Kind, Op
 from .schedule import Schedule, dependencies, peer, send_of, walk
+from .simulate import Costs, OpCosts
 from .validate import validate
 
 
-def lower(schedule: Schedule, *, hoist: int = 2) -> Schedule:
+def lower(schedule: Schedule, *, hoist: int = 2, costs: OpCosts | None = None) -> Schedule:
     """The schedule with its transfers: every send right after what it sends, every receive ahead of need.
 
     All transfers get one order, that in which their results come to exist when the schedule is walked,
@@ -18,6 +19,9 @@ def lower(schedule: Schedule, *, hoist: int = 2) -> Schedule:
     ends are there; with one total order that is never a circle. Within that order a receive is posted up
     to `hoist` computations before the one that needs it, so that a message can travel while its rank
     still computes; `hoist=0` posts as late as the order allows.
+
+    `costs` are the times of that walk (default: forward 1 ms, backward 2 ms). Any costs give an order that
+    cannot hang; the true ones give one in which no message waits for another that comes into being later.
 
     Raises `ScheduleError` for a schedule that cannot run, `InputError` for one already lowered.
     """
@@ -37,19 +41,20 @@ def lower(schedule: Schedule, *, hoist: int = 2) -> Schedule:
         remedy="lower the schedule that was authored",
     )
     transfers: list[list[Op]] = [[] for _ in schedule.ops]
-    for send in _sends(schedule):
+    for send in _sends(schedule, Costs() if costs is None else costs):
         for op in (send, peer(send)):
             transfers[schedule.stage_to_rank[op.stage]].append(op)
     rows = zip(schedule.ops, transfers, strict=True)
     return replace(schedule, ops=tuple(tuple(_merge(row, own, schedule, hoist)) for row, own in rows))
 
 
-def _sends(schedule: Schedule) -> list[Op]:
-    """The sends between ranks, in the order in which their results come to exist.
-
-    Walking with equal costs per kind decides the order; any costs would give one without a circle.
-    """
-    walked = walk(schedule, duration=lambda op: 2.0 if op.kind is Kind.B else 1.0)
+def _sends(schedule: Schedule, costs: OpCosts) -> list[Op]:
+    """The sends between ranks, in the order in which their results come to exist."""
+    walked = walk(
+        schedule,
+        duration=lambda op: costs.duration_ms(op, schedule),
+        delay=lambda op: costs.delay_ms(op, schedule),
+    )
     sends = [(end, send_of(op, schedule)) for _, op, _, end in walked.events]
     ordered = sorted(sends, key=lambda entry: entry[0])  # stable: ties keep the order of the walk
     return [send for _, send in ordered if send is not None]

@@ -37,9 +37,9 @@ def with_recompute(
 
     "always" and "except_last" (the last micro-batch keeps its activations) recompute a whole stage from
     its input. "every:k" keeps every k-th layer's input, so it needs `layers_per_stage`; its R and B go
-    segment by segment, last first. A recompute waits for its gradient, or with `early` runs while its
-    rank would be idle, at most one ahead (GPipe §2.3, figure 2). Raises `InputError` for an unknown
-    mode, or a schedule that already holds R.
+    segment by segment, last first. A split backward is recomputed whole, ahead of its I. A recompute
+    waits for its gradient, or with `early` runs while its rank would be idle, at most one ahead (GPipe
+    §2.3, figure 2). Raises `InputError` for an unknown mode, or a schedule that already holds R.
     """
     every = parse_mode(mode)
     holds_recompute = any(op.kind is Kind.R for op in schedule.rank_of)

@@ -4,54 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .errors import require_count
+from .build import alternate, build, check_counts, each, loop_placement
+from .errors import require
+from .interleaved import interleaved
 from .ops import Kind, Op
 from .schedule import Schedule
-
-
-def _one_stage_per_rank(
-    name: str, num_stages: int, num_microbatches: int, rows: Callable[[int], list[Op]]
-) -> Schedule:
-    """A schedule whose rank k holds stage k and runs rows(k)."""
-    ops = tuple(tuple(rows(stage)) for stage in range(num_stages))
-    return Schedule(name, int(num_microbatches), tuple(range(num_stages)), ops)
-
-
-def _check(name: str, num_stages: int, num_microbatches: int) -> None:
-    require_count(num_stages, "num_stages", where=f"{name}(num_stages, num_microbatches)")
-    require_count(num_microbatches, "num_microbatches", where=f"{name}(num_stages, num_microbatches)")
+from .zero_bubble import zero_bubble_h1, zero_bubble_h2, zero_bubble_v
 
 
 def forward_only(num_stages: int, num_microbatches: int) -> Schedule:
     """Inference, and the laundry: every micro-batch goes down the pipeline, nothing comes back."""
-    _check("forward_only", num_stages, num_microbatches)
+    check_counts("forward_only", num_stages=num_stages, num_microbatches=num_microbatches)
 
-    def rows(stage: int) -> list[Op]:
-        return [Op(Kind.F, stage, m) for m in range(num_microbatches)]
+    def row(stage: int) -> list[Op]:
+        return each(Kind.F, stage, num_microbatches)
 
-    return _one_stage_per_rank("forward_only", num_stages, num_microbatches, rows)
+    return build("forward_only", num_microbatches, loop_placement(num_stages), row)
 
 
 def naive(num_stages: int, num_microbatches: int = 1) -> Schedule:
     """One micro-batch in the pipeline at a time: never two ranks busy (GPipe §1, the baseline)."""
-    _check("naive", num_stages, num_microbatches)
+    check_counts("naive", num_stages=num_stages, num_microbatches=num_microbatches)
 
-    def rows(stage: int) -> list[Op]:
+    def row(stage: int) -> list[Op]:
         return [Op(kind, stage, m) for m in range(num_microbatches) for kind in (Kind.F, Kind.B)]
 
-    return _one_stage_per_rank("naive", num_stages, num_microbatches, rows)
+    return build("naive", num_microbatches, loop_placement(num_stages), row)
 
 
-def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
-    """All forwards, then all backwards in reverse order (GPipe §2.3, figure 2c)."""
-    _check("gpipe", num_stages, num_microbatches)
+def gpipe(num_stages: int, num_microbatches: int, *, backward: str = "reversed") -> Schedule:
+    """All forwards, then all backwards in reverse order (GPipe §2.3, figure 2c).
 
-    def rows(stage: int) -> list[Op]:
-        forwards = [Op(Kind.F, stage, m) for m in range(num_microbatches)]
-        backwards = [Op(Kind.B, stage, m) for m in reversed(range(num_microbatches))]
-        return forwards + backwards
+    backward="fifo" runs the backwards first in, first out, in the order of the forwards, as torch's
+    ScheduleGPipe does: the same peak and, for equal stages, the same makespan.
+    """
+    check_counts("gpipe", num_stages=num_stages, num_microbatches=num_microbatches)
+    require(
+        backward in ("reversed", "fifo"),
+        'gpipe\'s backwards run "reversed" or "fifo": first in, first out',
+        got=f"backward={backward!r}",
+        where="gpipe(num_stages, num_microbatches, backward=...)",
+        remedy='backward="reversed"',
+    )
 
-    return _one_stage_per_rank("gpipe", num_stages, num_microbatches, rows)
+    def row(stage: int) -> list[Op]:
+        backwards = each(Kind.B, stage, num_microbatches)
+        if backward == "reversed":
+            backwards.reverse()
+        return each(Kind.F, stage, num_microbatches) + backwards
+
+    return build("gpipe", num_microbatches, loop_placement(num_stages), row)
 
 
 def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
@@ -60,17 +62,14 @@ def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
     Warmup: as many forwards as there are stages behind. Steady: one forward, one backward. Cooldown:
     the backwards that are left. Stage k holds at most min(P - k, M) micro-batches.
     """
-    _check("one_f_one_b", num_stages, num_microbatches)
+    check_counts("one_f_one_b", num_stages=num_stages, num_microbatches=num_microbatches)
 
-    def rows(stage: int) -> list[Op]:
-        num_warmup = min(num_stages - 1 - stage, num_microbatches)
-        forwards = [Op(Kind.F, stage, m) for m in range(num_microbatches)]
-        backwards = [Op(Kind.B, stage, m) for m in range(num_microbatches)]
-        num_steady = num_microbatches - num_warmup
-        steady = [op for pair in zip(forwards[num_warmup:], backwards, strict=False) for op in pair]
-        return forwards[:num_warmup] + steady + backwards[num_steady:]
+    def row(stage: int) -> list[Op]:
+        forwards = each(Kind.F, stage, num_microbatches)
+        backwards = each(Kind.B, stage, num_microbatches)
+        return alternate(forwards, backwards, num_warmup=num_stages - 1 - stage)
 
-    return _one_stage_per_rank("one_f_one_b", num_stages, num_microbatches, rows)
+    return build("one_f_one_b", num_microbatches, loop_placement(num_stages), row)
 
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
@@ -78,4 +77,8 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "forward_only": forward_only,
     "gpipe": gpipe,
     "one_f_one_b": one_f_one_b,
+    "interleaved": interleaved,
+    "zero_bubble_h1": zero_bubble_h1,
+    "zero_bubble_h2": zero_bubble_h2,
+    "zero_bubble_v": zero_bubble_v,
 }

@@ -142,7 +142,10 @@ def replay(trace: Trace) -> Trace:
 
 
 def costs_of(trace: Trace, *, send: Cost = 0.0) -> Costs:
-    """Costs per stage from a trace: the median time of each kind, for predicting other schedules."""
+    """Costs per stage from a trace: the median time of each kind, for predicting other schedules.
+
+    Where a trace holds split backwards only, a whole one is taken to last as long as its two parts.
+    """
     from statistics import median  # here, because it is slow to import
 
     assert trace.schedule is not None, "a trace carries its schedule"
@@ -161,11 +164,14 @@ def costs_of(trace: Trace, *, send: Cost = 0.0) -> Costs:
         return stages
 
     forward, backward = per_stage(Kind.F), per_stage(Kind.B)
+    inputs, weights = per_stage(Kind.I), per_stage(Kind.W)
+    if backward is None and inputs is not None and weights is not None:
+        backward = [i + w for i, w in zip(inputs, weights, strict=True)]
     return Costs(
         forward=forward if forward is not None else 0.0,
         backward=backward if backward is not None else 0.0,
-        backward_input=per_stage(Kind.I),
-        backward_weight=per_stage(Kind.W),
+        backward_input=inputs,
+        backward_weight=weights,
         recompute=per_stage(Kind.R),
         send=send,
     )

@@ -17,6 +17,11 @@ GRIDS = [(p, m) for p in range(1, 9) for m in range(1, 9)]
 LARGE = [(2, 64), (16, 5), (16, 64), (32, 33)]
 
 
+def allowed(name: str, shapes: list[tuple[int, int]] = GRIDS) -> list[tuple[int, int]]:
+    """The (P, M) among `shapes` that a schedule exists for: interleaved wants M a multiple of P."""
+    return [(p, m) for p, m in shapes if name != "interleaved" or m % p == 0]
+
+
 def authored(*rows: str, place: tuple[int, ...] | None = None, waits: bool = False) -> Schedule:
     """A schedule from rows of text such as "0F0 0B0"; one stage a rank unless placed otherwise."""
     ops = tuple(tuple(Op.parse(word) for word in row.split()) for row in rows)
@@ -24,16 +29,25 @@ def authored(*rows: str, place: tuple[int, ...] | None = None, waits: bool = Fal
     return Schedule("authored", num_microbatches, place or tuple(range(len(rows))), ops, waits)
 
 
-def needed(op: Op, schedule: Schedule) -> set[Op]:
+def indexed(schedule: Schedule) -> dict[tuple[int, int], set[Op]]:
+    """(stage, micro-batch) -> its operations, wherever they run."""
+    index: dict[tuple[int, int], set[Op]] = defaultdict(set)
+    for row in schedule.ops:
+        for op in row:
+            index[op.stage, op.microbatch].add(op)
+    return index
+
+
+def needed(op: Op, schedule: Schedule, index: dict[tuple[int, int], set[Op]] | None = None) -> set[Op]:
     """The computations whose results `op` uses, wherever they run."""
-    present = {o for row in schedule.ops for o in row}
+    index = indexed(schedule) if index is None else index
     stage, m = op.stage, op.microbatch
-    own = [o for o in present if (o.stage, o.microbatch) == (stage, m)]
+    own = index[stage, m]
     segments = [o.segment for o in own if o.kind is B] or [0]
     gradient: set[Op] = set()
     if stage + 1 < len(schedule.stage_to_rank):
         split = Op(I, stage + 1, m)
-        gradient = {split if split in present else Op(B, stage + 1, m, 0)}
+        gradient = {split if split in index[stage + 1, m] else Op(B, stage + 1, m, 0)}
     if op.kind is F:
         return {Op(F, stage - 1, m)} if stage else set()
     if op.kind is W:
@@ -41,7 +55,7 @@ def needed(op: Op, schedule: Schedule) -> set[Op]:
     if op.kind is R:
         waits = schedule.recompute_waits and op.segment == max(segments)
         return {Op(F, stage, m)} | (gradient if waits else set())
-    uses = {Op(F, stage, m)} | ({Op(R, stage, m, op.segment)} & present)
+    uses = {Op(F, stage, m)} | ({Op(R, stage, m, op.segment)} & own)
     return uses | (gradient if op.segment == max(segments) else {Op(B, stage, m, op.segment + 1)})
 
 
@@ -102,6 +116,7 @@ def graph(schedule: Schedule) -> dict[object, set]:
     is_lowered = any(op.kind not in COMPUTED for row in schedule.ops for op in row)
     home = schedule.stage_to_rank
     before: dict[object, set] = {}
+    index = indexed(schedule)
     for row in schedule.ops:
         computation: Op | None = None
         transfer: object = None
@@ -112,7 +127,7 @@ def graph(schedule: Schedule) -> dict[object, set]:
                 edges.add(computation)
             if op.kind in COMPUTED:
                 computation = op
-                for source in needed(op, schedule):
+                for source in needed(op, schedule, index):
                     if is_lowered and home[source.stage] != home[op.stage]:
                         kind = RECV_F if op.kind is F else RECV_B
                         edges.add(pair_of[Op(kind, op.stage, op.microbatch)])
@@ -126,7 +141,8 @@ def graph(schedule: Schedule) -> dict[object, set]:
                     edges.add(Op(F, op.stage, op.microbatch))
                 elif op.kind is SEND_B:
                     split = Op(I, op.stage, op.microbatch)
-                    edges.add(split if split in row else Op(B, op.stage, op.microbatch))
+                    is_split = split in index[op.stage, op.microbatch]
+                    edges.add(split if is_split else Op(B, op.stage, op.microbatch))
     return before
 
 
@@ -189,7 +205,8 @@ def random_schedule(
     ]
     waits = rng.random() < 0.5
     whole = Schedule("random", num_microbatches, place, (tuple(every),), waits)
-    missing = {op: needed(op, whole) for op in every}
+    index = indexed(whole)
+    missing = {op: needed(op, whole, index) for op in every}
     rows: list[list[Op]] = [[] for _ in range(1 + max(place))]
     while missing:
         op = rng.choice([op for op, sources in missing.items() if not sources])

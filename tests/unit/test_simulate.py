@@ -214,6 +214,13 @@ def test_costs_of_a_trace_reproduce_it():
     assert gl.simulate(segments, gl.costs_of(trace)).makespan_ms == pytest.approx(trace.makespan_ms)
 
 
+def test_costs_of_split_backwards_know_what_a_whole_one_takes():
+    costs = Costs(forward=[1, 2], backward_input=[2, 5], backward_weight=[1, 3])
+    found = gl.costs_of(gl.simulate(gl.zero_bubble_h1(2, 3), costs))
+    assert (found.backward_input, found.backward_weight) == ((2, 5), (1, 3))
+    assert found.backward == (3, 8)
+
+
 def test_replay_drops_the_messages():
     trace = gl.simulate(gl.gpipe(3, 4), Costs(send=1.0))
     assert gl.replay(trace).makespan_ms == pytest.approx(18)
