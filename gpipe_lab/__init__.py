@@ -24,6 +24,7 @@ from .plan.recompute import with_recompute
 from .plan.schedule import Schedule, dependencies
 from .plan.schedules import SCHEDULES, forward_only, gpipe, naive, one_f_one_b
 from .plan.simulate import Costs, costs_of, replay, simulate
+from .plan.torch_csv import from_csv, to_csv
 from .plan.trace import Event, Trace
 from .plan.validate import validate
 from .plan.zero_bubble import zero_bubble_h1, zero_bubble_h2, zero_bubble_v
@@ -97,6 +98,7 @@ __all__ = [
     "costs_of",
     "dependencies",
     "forward_only",
+    "from_csv",
     "gpipe",
     "in_flight",
     "interleaved",
@@ -107,6 +109,7 @@ __all__ = [
     "replay",
     "simulate",
     "simulate_memory",
+    "to_csv",
     "validate",
     "with_recompute",
     "zero_bubble_h1",
