@@ -23,6 +23,7 @@ from .plan.ops import Kind, Op
 from .plan.recompute import with_recompute
 from .plan.schedule import Schedule, dependencies
 from .plan.schedules import SCHEDULES, forward_only, gpipe, naive, one_f_one_b
+from .plan.search import search
 from .plan.simulate import Costs, costs_of, replay, simulate
 from .plan.torch_csv import from_csv, to_csv
 from .plan.trace import Event, Trace
@@ -107,6 +108,7 @@ __all__ = [
     "one_f_one_b",
     "peak_in_flight",
     "replay",
+    "search",
     "simulate",
     "simulate_memory",
     "to_csv",

@@ -154,8 +154,9 @@ def test_planning_needs_nothing_heavy():
 
 def test_public_names_exist():
     for name in [
-        "naive", "forward_only", "gpipe", "one_f_one_b", "SCHEDULES", "with_recompute", "validate",
-        "simulate", "lower",
+        "naive", "forward_only", "gpipe", "one_f_one_b", "interleaved", "zero_bubble_h1", "zero_bubble_h2",
+        "zero_bubble_v", "SCHEDULES", "with_recompute", "validate", "simulate", "lower", "search",
+        "from_csv", "to_csv",
         "Costs", "Schedule", "ScheduleError", "InputError", "Trace", "Event", "MemoryReport",
         "peak_in_flight", "Kind", "Op",
     ]:  # fmt: skip
