@@ -101,17 +101,17 @@ def test_equal_stages_give_the_best_built_in_by_name():
 
 
 def test_zero_bubble_settings():
-    """Where the handcrafted orders fall short because F, I and W differ, the search does not."""
+    """Between ZB-H1's memory and ZB-H2's, each micro-batch more in flight saves one W, down to no bubble."""
+    p, m = 4, 8
     attention = Costs(forward=1, backward_input=1.3, backward_weight=0.7, backward=2)
-    for limit, best in [(4, gl.zero_bubble_h1(4, 8)), (7, gl.zero_bubble_h2(4, 8))]:
-        found = gl.search(4, 8, attention, max_in_flight=limit)
-        assert max(gl.peak_in_flight(found)) <= limit
-        assert gl.simulate(found, attention).makespan_ms <= gl.simulate(best, attention).makespan_ms
-    roomy = gl.search(4, 8, attention, max_in_flight=7)
-    assert (
-        gl.simulate(roomy, attention).makespan_ms
-        < 0.97 * gl.simulate(gl.zero_bubble_h1(4, 8), attention).makespan_ms
-    )
+    found = {most: gl.search(p, m, attention, max_in_flight=most) for most in (3, 4, 5, 6, 7)}
+    makespans = {most: gl.simulate(schedule, attention).makespan_ms for most, schedule in found.items()}
+    assert all(max(gl.peak_in_flight(schedule)) <= most for most, schedule in found.items())
+    assert (found[4].name, found[7].name) == ("zero_bubble_h1", "zero_bubble_h2")
+    least = m * 3 + (p - 1) * 1  # the last rank starts after three forwards and never pauses
+    assert makespans[7] == pytest.approx(least)
+    assert [makespans[most] for most in (4, 5, 6)] == pytest.approx([28.8, 28.1, 27.4])
+    assert makespans[3] > makespans[4]  # less than 1F1B holds
 
 
 def test_unequal_stages():
