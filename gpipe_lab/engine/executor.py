@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..plan.memory import MemoryRow
 from ..plan.ops import COMPUTE, RECEIVES, SENDS, Kind, Op
-from ..plan.schedule import Schedule
+from ..plan.schedule import Schedule, send_of
 from ..plan.trace import COMPUTE_LANE, Event
 from .gradients import GradientBook
 from .ledger import Ledger
@@ -104,10 +104,9 @@ class Executor:
             if op.kind in COMPUTE:
                 self._compute(op, index)
             elif op.kind in SENDS:
-                self.mailbox.send(op, self.values.pop(self.schedule.needs[op][0]))
+                self.mailbox.send(op)
             elif op.kind in RECEIVES:
                 self.mailbox.post(op)
-            self.mailbox.settle()
         self.mailbox.settle(wait=True)
         for stage in self.stages.values():
             stage.end()
@@ -153,6 +152,7 @@ class Executor:
         self.ledger.start(op, index, start)
         if self.job.pace is None:
             self.handlers[op.kind](op)
+            self.mailbox.settle()
         else:
             self._paced(op, self.job.pace, started_ms)
         end = self.device.stamp()
@@ -171,6 +171,7 @@ class Executor:
             rows = self.job.sizes[op.microbatch]
             duration_ms = pace.duration_ms(op, num_segments=segments, rows=rows, largest=max(self.job.sizes))
         self.device.finish()
+        self.mailbox.settle()
         left_ms = started_ms + duration_ms - now_ms()
         self.result.overran += left_ms < 0
         time.sleep(max(0.0, left_ms) / 1000.0)
@@ -188,7 +189,7 @@ class Executor:
         )
         self.ledger.release("communication", entering.held)
         if op.stage < self.schedule.num_stages - 1:
-            self.values[op] = Value(output.tree, output.needs_gradient)
+            self._hand_on(op, Value(output.tree, output.needs_gradient))
             return
         if output.loss is not None:
             self.losses[op.microbatch] = output.loss
@@ -209,7 +210,15 @@ class Executor:
             self.ledger.release("communication", arriving.held)
         self.gradients.take_in()
         if op.segment == 0 and op.stage > 0:
-            self.values[op] = Value(gradients, [False] * len(gradients))
+            self._hand_on(op, Value(gradients, [False] * len(gradients)))
+
+    def _hand_on(self, op: Op, value: Value) -> None:
+        """To the stage that needs it: as a message, or as it is where that stage is here too."""
+        send = send_of(op, self.schedule)
+        if send is None:
+            self.values[op] = value
+        else:
+            self.mailbox.prepare(send, value)
 
     def _backward_weight(self, op: Op) -> None:
         self.stages[op.stage].backward_weight(op.microbatch)

@@ -50,8 +50,8 @@ class Sent:
 
     op: Op
     start: Any
-    done: Future
     message: Message  # keeps the tensors alive
+    done: Future
     held: list[int] = field(default_factory=list)  # what the ledger is to release
 
 
@@ -70,16 +70,26 @@ class Links:
         self._staged = device.torch_device.type != "cpu"
         self._threads: dict[object, ThreadPoolExecutor] = {}
         self.pending: deque[Sent] = deque()
+        self._unwatched: list[tuple[Sent, list[Any], int]] = []
 
     def send(self, op: Op, message: Message, to: int, tag: int) -> Sent:
         start = self.device.stamp()
         if self.strict or self._staged:
             self.device.finish()
             done = self._thread("send", to).submit(self._send_now, message.tensors, to, tag)
-        else:
-            works = [_isend(t, to, tag) for t in message.tensors if t.numel()]
-            done = self._thread("send", to).submit(_wait_all, works)
-        sent = Sent(op, start, done, message)
+            return self._under_way(Sent(op, start, message, done))
+        works = [_isend(row, to, tag) for row in message.rows]
+        sent = Sent(op, start, message, Future())
+        self._unwatched.append((sent, works, to))
+        return self._under_way(sent)
+
+    def watch(self) -> None:
+        """Have threads wait for the sends posted since: called when this one is about to wait or has time."""
+        for sent, works, to in self._unwatched:
+            self._thread("send", to).submit(_wait_and_tell, works, sent.done)
+        self._unwatched.clear()
+
+    def _under_way(self, sent: Sent) -> Sent:
         self.pending.append(sent)
         return sent
 
@@ -88,7 +98,7 @@ class Links:
         if self.strict or self.link_ms:
             done = self._thread("receive", source).submit(_receive_now, host, source, tag)
             return _Threaded(done, host, self.link_ms, self.device)
-        return _Direct([_irecv(t, source, tag) for t in host if t.numel()], host, self.device)
+        return _Direct([_irecv(raw_bytes(t), source, tag) for t in host if t.numel()], host, self.device)
 
     def completed(self) -> list[Sent]:
         """The sends that are done since the last call; raises what went wrong in them."""
@@ -110,11 +120,11 @@ class Links:
         """Tell the receiving end what this and all later messages of the same signature look like."""
         payload = torch.frombuffer(bytearray(pickle.dumps(meta)), dtype=torch.uint8)
         for t in (torch.tensor([payload.numel()]), payload):
-            self._thread("meta", to).submit(_wait_all, [_isend(t, to, _META_TAG + tag)])
+            self._thread("meta", to).submit(_wait_all, [_isend(raw_bytes(t), to, _META_TAG + tag)])
 
     def receive_meta(self, source: int, tag: int) -> MessageMeta:
         size = torch.zeros(1, dtype=torch.int64)
-        _wait_all([_irecv(size, source, _META_TAG + tag)])
+        _wait_all([_irecv(raw_bytes(size), source, _META_TAG + tag)])
         payload = torch.empty(int(size), dtype=torch.uint8)
         _wait_all([_irecv(payload, source, _META_TAG + tag)])
         return pickle.loads(payload.numpy().tobytes())
@@ -131,7 +141,7 @@ class Links:
         return self._threads[queue]
 
     def _send_now(self, tensors: list[torch.Tensor], to: int, tag: int) -> float:
-        return _wait_all([_isend(t.cpu(), to, tag) for t in tensors if t.numel()])
+        return _wait_all([_isend(raw_bytes(t.cpu()), to, tag) for t in tensors if t.numel()])
 
 
 class _Direct:
@@ -169,13 +179,11 @@ class NcclLinks(Links):
     def send(self, op: Op, message: Message, to: int, tag: int) -> Sent:
         with self.device.communicating():
             start = self.device.stamp()
-            for tensor in message.tensors:
-                tensor.record_stream(self.device.comm_stream)
-                _work(dist.isend(raw_bytes(tensor), to)).wait()  # holds the stream, not the host
+            for row in message.rows:
+                row.record_stream(self.device.comm_stream)
+                _work(dist.isend(row, to)).wait()  # holds the stream, not the host
             done: Future = _EventFuture(self.device.stamp())
-        sent = Sent(op, start, done, message)
-        self.pending.append(sent)
-        return sent
+        return self._under_way(Sent(op, start, message, done))
 
     def receive(self, meta: MessageMeta, source: int, tag: int) -> Incoming:
         with self.device.communicating():
@@ -218,17 +226,17 @@ def _work(posted: dist.Work | None) -> dist.Work:
     return posted
 
 
-def _isend(tensor: torch.Tensor, to: int, tag: int) -> Any:
-    return _guarded(dist.isend, raw_bytes(tensor), to, tag)
+def _isend(row: torch.Tensor, to: int, tag: int) -> Any:
+    return _guarded(dist.isend, row, to, tag)
 
 
-def _irecv(tensor: torch.Tensor, source: int, tag: int) -> Any:
-    return _guarded(dist.irecv, raw_bytes(tensor), source, tag)
+def _irecv(row: torch.Tensor, source: int, tag: int) -> Any:
+    return _guarded(dist.irecv, row, source, tag)
 
 
-def _guarded(post: Any, tensor: torch.Tensor, peer: int, tag: int) -> Any:
+def _guarded(post: Any, row: torch.Tensor, peer: int, tag: int) -> Any:
     try:
-        return post(tensor, peer, tag=tag)
+        return post(row, peer, tag=tag)
     except RuntimeError as error:
         raise PeerLost(f"transfer with rank {peer} failed: {error}") from error
 
@@ -243,5 +251,12 @@ def _wait_all(works: list[Any]) -> float:
     return now_ms()
 
 
+def _wait_and_tell(works: list[Any], done: Future) -> None:
+    try:
+        done.set_result(_wait_all(works))
+    except PeerLost as error:
+        done.set_exception(error)
+
+
 def _receive_now(tensors: list[torch.Tensor], source: int, tag: int) -> float:
-    return _wait_all([_irecv(t, source, tag) for t in tensors if t.numel()])
+    return _wait_all([_irecv(raw_bytes(t), source, tag) for t in tensors if t.numel()])

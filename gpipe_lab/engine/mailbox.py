@@ -10,7 +10,7 @@ from ..plan.schedule import Schedule, peer
 from ..plan.trace import COMM_LANE, WAIT_LANE
 from .ledger import Ledger
 from .links import Incoming, Links, Sent, tag_of
-from .message import MessageMeta, check_agreed, pack
+from .message import Message, MessageMeta, check_agreed, pack
 from .tracer import Tracer
 from .tree import Tree
 
@@ -65,20 +65,27 @@ class Mailbox:
         self.tracer = tracer
         self.bytes_sent: dict[tuple[int, int], int] = {}
         self._incoming: dict[Op, tuple[Incoming, MessageMeta, list[int]]] = {}
+        self._outgoing: dict[Op, tuple[Message, list[int]]] = {}
 
-    def send(self, op: Op, value: Value) -> None:
-        """Let `value` go to the rank of the next or previous stage; nobody waits for it here."""
+    def prepare(self, op: Op, value: Value) -> None:
+        """Make a send's message ready, within the operation whose result it is: it can then leave at once."""
         if op.kind is Kind.SEND_B and not value.tree:
             return  # nothing at this boundary needs a gradient, and the other end knows
         where = f"{op} on rank {self.rank}"
         message = pack(value.tree, needs_gradient=value.needs_gradient, where=where)
+        agreed = self.agreements.metas.get(self._key(op), message.meta)
+        check_agreed(message.meta, agreed, where)
+        self._outgoing[op] = message, self.ledger.hold(_outgoing(op), message.tensors)
+
+    def send(self, op: Op) -> None:
+        """Let a message go to the rank of the next or previous stage; nobody waits for it here."""
+        if op not in self._outgoing:
+            return
+        message, keys = self._outgoing.pop(op)
         to = self.schedule.stage_to_rank[peer(op).stage]
         tag = tag_of(op, self.schedule.num_stages)
-        agreed = self.agreements.metas.setdefault(self._key(op), message.meta)
-        if agreed is message.meta:
-            self.links.send_meta(agreed, to, tag)
-        check_agreed(message.meta, agreed, where)
-        keys = self.ledger.hold(_outgoing(op), message.tensors)
+        if self.agreements.metas.setdefault(self._key(op), message.meta) is message.meta:
+            self.links.send_meta(message.meta, to, tag)
         self.links.send(op, message, to, tag).held = keys
         link = (self.rank, to)
         self.bytes_sent[link] = self.bytes_sent.get(link, 0) + message.num_bytes
@@ -104,6 +111,7 @@ class Mailbox:
     def fetch(self, op: Op) -> Value:
         """The message of a posted receive, once it is there."""
         incoming, meta, keys = self._incoming.pop(op)
+        self.links.watch()
         start = self.tracer.device.stamp()
         received = incoming.wait()
         end = self.tracer.device.stamp()
@@ -114,6 +122,7 @@ class Mailbox:
 
     def settle(self, *, wait: bool = False) -> None:
         """Let go of what has been sent; with `wait`, of all of it."""
+        self.links.watch()
         for sent in self.links.finish() if wait else self.links.completed():
             self._note(sent)
 

@@ -47,14 +47,15 @@ class MessageMeta:
 
 @dataclass(frozen=True)
 class Message:
-    """A tree of tensors on its way, each dense in memory; `needs_gradient` has one flag per tensor."""
+    """A tree of tensors on its way, each dense in memory; `rows` are the same as rows of bytes."""
 
     meta: MessageMeta
     tensors: list[torch.Tensor]
+    rows: list[torch.Tensor]
 
     @property
     def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self.tensors)
+        return sum(row.numel() for row in self.rows)
 
 
 def pack(tree: Tree, *, needs_gradient: list[bool], where: str) -> Message:
@@ -76,7 +77,8 @@ def pack(tree: Tree, *, needs_gradient: list[bool], where: str) -> Message:
                 f"plain constants\ngot:    {type(leaf).__name__}\nwhere:  {where}\n"
                 "remedy: return the tensors inside it"
             )
-    return Message(MessageMeta(spec, tuple(metas)), tensors)
+    rows = [raw_bytes(tensor) for tensor in tensors if tensor.numel()]
+    return Message(MessageMeta(spec, tuple(metas)), tensors, rows)
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:

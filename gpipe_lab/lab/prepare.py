@@ -178,9 +178,12 @@ def plan_step(
     sizes = microbatch_sizes(rows, num_microbatches)
     inputs_split = split(inputs, num_microbatches)
     targets_split, scales = _targets(targets, loss, rows, sizes, trains=schedule.trains)
+    costs = (
+        pace.costs() if pace is not None and pace.flops_per_ms is None else None
+    )  # for the transfers' order
     shared = StepJob(
-        schedule=_lower(schedule, hoist=hoist),
-        first_schedule=_lower(schedule, hoist=0),
+        schedule=_lower(schedule, hoist=hoist, costs=costs),
+        first_schedule=_lower(schedule, hoist=0, costs=costs),
         signatures=tuple(map(signature, inputs_split)),
         sizes=sizes,
         step=step,

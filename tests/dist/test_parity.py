@@ -12,6 +12,7 @@ from gpipe_lab.engine.microbatch import microbatch_sizes
 from gpipe_lab.engine.seeding import layer_seed
 
 SCHEDULES = [gl.naive, gl.gpipe, gl.one_f_one_b]
+SPLIT = [gl.zero_bubble_h1, gl.zero_bubble_h2, gl.zero_bubble_v]
 MODES = ["never", "always", "except_last", "every:2"]
 
 
@@ -65,6 +66,42 @@ def test_equal_to_one_process_in_float64(lab_of, make, num_stages):
             )
             assert distance(run.gradients(), reference) <= 1e-12, (num_microbatches, mode)
             assert run.loss == pytest.approx(loss, rel=1e-12)
+
+
+def other_schedules(num_ranks, num_microbatches):
+    """The rest of what there is: split backwards, several stages on a rank, another order."""
+    yield gl.gpipe(num_ranks, num_microbatches, backward="fifo")
+    for make in SPLIT:
+        yield make(num_ranks, num_microbatches)
+    for num_chunks in (2, 3):
+        if num_microbatches % num_ranks == 0 and num_chunks * num_ranks <= 8:
+            yield gl.interleaved(num_ranks, num_microbatches, num_chunks=num_chunks)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("strict", [False, True], ids=["eager", "strict"])
+def test_the_other_schedules_equal_one_process_too(lab_of, num_ranks, strict):
+    model = make_model()
+    x, y = make_batch(13)
+    loss, reference = whole_batch(model, x, y)
+    for num_microbatches in (1, 2, 3, 4, 6, 8):
+        for schedule in other_schedules(num_ranks, num_microbatches):
+            for mode in ("never", "always", "except_last"):
+                run = lab_of(num_ranks).run(
+                    schedule, model, x, y, loss_fn=F.mse_loss, checkpoint=mode, strict=strict
+                )
+                assert distance(run.gradients(), reference) <= 1e-12, (schedule.name, num_microbatches, mode)
+                assert run.loss == pytest.approx(loss, rel=1e-12)
+
+
+def test_a_searched_schedule_runs(lab_of):
+    model = make_model(dropout=0.2)
+    x, y = make_batch(12)
+    costs = gl.Costs(forward=[1, 1.5, 1], backward_input=1.3, backward_weight=0.7)
+    schedule = gl.search(3, 6, costs, max_in_flight=4)
+    plain = lab_of(3).run(gl.gpipe(3, 6), model, x, y, loss_fn=F.mse_loss)
+    run = lab_of(3).run(schedule, model, x, y, loss_fn=F.mse_loss)
+    assert distance(run.gradients(), plain.gradients()) <= 1e-12
 
 
 @pytest.mark.parametrize("make", SCHEDULES)
