@@ -11,11 +11,23 @@ import torch
 from ..plan.memory import CATEGORIES, MemoryRow
 from ..plan.ops import Op
 
-_RANK_OF_CATEGORY = {category: index for index, category in enumerate(CATEGORIES)}
+_INDEX = {category: index for index, category in enumerate(CATEGORIES)}
+_NOBODY = len(CATEGORIES)
 
 
 class OutOfMemory(RuntimeError):
     """A virtual card's limit was passed; names the rank, the operation, the limit and what is held."""
+
+
+class _Storage:
+    """A held storage: how often each category holds it, and the first that does."""
+
+    __slots__ = ("counts", "first", "size")
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.counts = [0] * len(CATEGORIES)
+        self.first = _NOBODY
 
 
 class Ledger:
@@ -29,66 +41,82 @@ class Ledger:
     def __init__(self, rank: int, *, limit_bytes: int | None = None) -> None:
         self.rank = rank
         self.limit_bytes = limit_bytes
-        self.totals = dict.fromkeys(CATEGORIES, 0)
+        self.total = 0
         self.rows: list[tuple[int, Any, dict[str, int], Op | None]] = []
-        self._holders: dict[int, list[int]] = {}  # address -> how often each category holds it
-        self._sizes: dict[int, int] = {}
+        self._totals = [0] * len(CATEGORIES)
+        self._storages: dict[int, _Storage] = {}  # by address
         self._lock = threading.RLock()  # on CUDA, autograd frees saved tensors from its own threads
         self._op: Op | None = None
         self._op_index = 0
         self._start: Any = None
-        self._high = dict(self.totals)
+        self._high, self._highest = self.totals, 0
 
     @property
-    def total(self) -> int:
-        return sum(self.totals.values())
+    def totals(self) -> dict[str, int]:
+        """Bytes held now, by category."""
+        return dict(zip(CATEGORIES, self._totals, strict=True))
 
     def hold(self, category: str, tensors: Iterable[torch.Tensor]) -> list[int]:
         """Count the storages of `tensors`; returns what `release` is to be given."""
-        keys = [self._hold(category, t.untyped_storage()) for t in tensors if t.untyped_storage().nbytes()]
+        index = _INDEX[category]
+        keys = []
+        with self._lock:
+            for tensor in tensors:
+                storage = tensor.untyped_storage()
+                size = storage.nbytes()
+                if size:
+                    key = storage.data_ptr()
+                    self._hold(index, key, size)
+                    keys.append(key)
         if self.limit_bytes is not None and self.total > self.limit_bytes:
             raise OutOfMemory(self._over_limit())
         return keys
 
     def release(self, category: str, keys: Iterable[int]) -> None:
+        index = _INDEX[category]
         with self._lock:
             for key in keys:
-                self._change(category, key, -1)
+                self._release(index, key)
 
-    def _hold(self, category: str, storage: torch.UntypedStorage) -> int:
-        key = storage.data_ptr()
-        with self._lock:
-            self._sizes.setdefault(key, storage.nbytes())
-            self._change(category, key, +1)
-        return key
+    def _hold(self, index: int, key: int, size: int) -> None:
+        storage = self._storages.get(key)
+        if storage is None:
+            storage = self._storages[key] = _Storage(size)
+            self.total += size
+        storage.counts[index] += 1
+        if index < storage.first:
+            self._move(storage, index)
+        if self.total > self._highest:
+            self._high, self._highest = self.totals, self.total
 
-    def _change(self, category: str, key: int, change: int) -> None:
-        holders = self._holders.setdefault(key, [0] * len(CATEGORIES))
-        before = _first_held(holders)
-        holders[_RANK_OF_CATEGORY[category]] += change
-        after = _first_held(holders)
-        size = self._sizes[key]
-        if before is not None:
-            self.totals[CATEGORIES[before]] -= size
-        if after is not None:
-            self.totals[CATEGORIES[after]] += size
-        else:
-            del self._holders[key], self._sizes[key]
-        if self.total > sum(self._high.values()):
-            self._high = dict(self.totals)
+    def _release(self, index: int, key: int) -> None:
+        storage = self._storages[key]
+        storage.counts[index] -= 1
+        if index == storage.first and not storage.counts[index]:
+            self._move(storage, next((i for i, count in enumerate(storage.counts) if count), _NOBODY))
+            if storage.first == _NOBODY:
+                del self._storages[key]
+                self.total -= storage.size
+
+    def _move(self, storage: _Storage, to: int) -> None:
+        if storage.first != _NOBODY:
+            self._totals[storage.first] -= storage.size
+        if to != _NOBODY:
+            self._totals[to] += storage.size
+        storage.first = to
 
     def begin(self, stamp: Any) -> None:
         """Start a step: drop the last one's snapshots and note what is held before the first operation."""
         with self._lock:
             self.rows.clear()
             self._op, self._op_index, self._start = None, 0, stamp
-            self._high = dict(self.totals)
+            self._high, self._highest = self.totals, self.total
         self.snapshot(stamp)
 
     def start(self, op: Op, op_index: int, stamp: Any) -> None:
         with self._lock:
             self._op, self._op_index, self._start = op, op_index, stamp
-            self._high = dict(self.totals)
+            self._high, self._highest = self.totals, self.total
 
     def snapshot(self, stamp: Any) -> None:
         """Note what is held now, and what was held at the highest point since the operation started.
@@ -96,10 +124,10 @@ class Ledger:
         When within the operation that point was is not measured; it is dated to the start.
         """
         with self._lock:
-            if sum(self._high.values()) > self.total:
+            if self._highest > self.total:
                 self.rows.append((self._op_index, self._start, self._high, self._op))
-            self.rows.append((self._op_index, stamp, dict(self.totals), self._op))
-            self._high = dict(self.totals)
+            self.rows.append((self._op_index, stamp, self.totals, self._op))
+            self._high, self._highest = self.totals, self.total
 
     def memory_rows(self, times_ms: list[float]) -> list[MemoryRow]:
         """The snapshots as rows, one for each category that changed; `times_ms` has one time a snapshot."""
@@ -152,7 +180,3 @@ class _Saved:
 
     def __del__(self) -> None:
         self._ledger.release(self._category, self._keys)
-
-
-def _first_held(holders: list[int]) -> int | None:
-    return next((index for index, count in enumerate(holders) if count), None)

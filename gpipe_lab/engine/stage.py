@@ -127,6 +127,7 @@ class Stage:
         self.device = device
         self.ledger = ledger
         self.statistics = RunningStatistics(self.layers)
+        self._trains = {module: module.training for module in self.layers.modules()}  # as they were given
         self._held: dict[int, Held] = {}
         self._anchor = torch.empty(0, requires_grad=True, device=device.torch_device)
         ledger.hold("parameters", self.layers.parameters())
@@ -214,6 +215,8 @@ class Stage:
     def begin(self, *, training: bool) -> None:
         """Start a step."""
         self._held.clear()
+        for module, trains in self._trains.items():
+            module.training = training and trains
         if training:
             self.statistics.begin()
 
@@ -252,7 +255,6 @@ class Stage:
         return unflatten(leaves, spec), entry
 
     def _run(self, layers: range, microbatch: int, value: Tree, step: StepContext) -> Tree:
-        self.layers.train(step.training)
         with self._numerics(step):
             for position in layers:
                 self.device.seed(layer_seed(step.seed, step.step, self.first_layer + position, microbatch))

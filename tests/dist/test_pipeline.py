@@ -106,6 +106,15 @@ def test_train_evaluate_predict_in_any_order(lab_of):
     assert other.step(gl.gpipe(2, 2), x, y).loss == first  # an evaluation between changes nothing
 
 
+def test_a_layer_that_was_given_in_evaluation_mode_stays_in_it(lab_of):
+    model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6)).double()
+    x, y = make_batch()
+    model[1].eval()
+    pipe = lab_of(2).pipeline(model, loss_fn=F.mse_loss)
+    for _ in range(2):
+        assert pipe.step(gl.gpipe(2, 2), x, y, update=False).loss == pytest.approx(pipe.evaluate(x, y), rel=1e-12)
+
+
 def test_batches_of_changing_size(lab_of):
     pipe = lab_of(2).pipeline(make_model(), loss_fn=F.mse_loss)
     for rows in (8, 5, 8, 13, 5):
