@@ -102,7 +102,7 @@ def test_train_evaluate_predict_in_any_order(lab_of):
     model.load_state_dict(pipe.state_dict())
     with torch.no_grad():
         assert torch.allclose(pipe.predict(x, num_microbatches=4), model(x), rtol=1e-12)
-    other = lab_of(2).pipeline(model, loss_fn=F.mse_loss, optimizer=SGD)
+    other = lab_of(2).pipeline(model.train(), loss_fn=F.mse_loss, optimizer=SGD)
     assert other.step(gl.gpipe(2, 2), x, y).loss == first  # an evaluation between changes nothing
 
 
