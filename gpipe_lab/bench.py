@@ -21,19 +21,31 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
+from .engine.ledger import Ledger
 from .engine.pace import Pace
 from .engine.streams import now_ms
 from .lab.lab import Lab
 from .lab.worker import RankContext
-from .plan.formulas import pipeline_ms
-from .plan.schedules import gpipe, one_f_one_b
-from .plan.simulate import replay
+from .plan.schedules import SCHEDULES, gpipe, one_f_one_b
+from .plan.simulate import replay, simulate
 
 WIDTH = 16
-TORCH_SCHEDULES = {"gpipe": ScheduleGPipe, "one_f_one_b": Schedule1F1B}
-SCHEDULES = {"gpipe": gpipe, "one_f_one_b": one_f_one_b}
+WHOLE_BACKWARDS = ("gpipe", "one_f_one_b", "interleaved")
+TORCH_SCHEDULES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "one_f_one_b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero_bubble_h1": ScheduleInterleavedZeroBubble,
+}
 
 
 @dataclass(frozen=True)
@@ -108,72 +120,143 @@ def torch_step(
     num_microbatches: int,
     x: torch.Tensor,
     repeats: int,
-) -> list[tuple[float, float]]:
-    """(start, end) in ms of each step of torch's own schedule on this rank, after one that warms up."""
-    stage = PipelineStage(stages[context.rank], context.rank, context.num_ranks, torch.device("cpu"))
-    step = TORCH_SCHEDULES[schedule](stage, num_microbatches, loss_fn=F.mse_loss)
+) -> list[tuple[float, float, int]]:
+    """(start ms, end ms, peak bytes saved for backward) of each step of torch's own schedule on this rank.
+
+    stages[rank], stages[rank + P], … are this rank's. A first step warms up and is not reported.
+    """
+    num_ranks = context.num_ranks
+    device = torch.device("cpu")
+    local = [
+        PipelineStage(stage, index, len(stages), device)
+        for index, stage in enumerate(stages)
+        if index % num_ranks == context.rank
+    ]
+    make = TORCH_SCHEDULES[schedule]
+    several = issubclass(make, PipelineScheduleMulti)
+    step = make(local if several else local[0], num_microbatches, loss_fn=F.mse_loss)
     args = (x,) if context.rank == 0 else ()
-    target = x if context.rank == context.num_ranks - 1 else None
-    spans = []
+    target = x if context.rank == (len(stages) - 1) % num_ranks else None
+    found = []
     for _ in range(repeats + 1):
         dist.barrier()
+        ledger = Ledger(context.rank)
+        ledger.hold("parameters", [p for stage in local for p in stage.submod.parameters()])
+        weights = ledger.total
         start = now_ms()
-        step.step(*args, target=target)
-        spans.append((start, now_ms()))
-    return spans[1:]
+        with ledger.saving("saved"):
+            step.step(*args, target=target)
+        found.append((start, now_ms(), ledger.highest - weights))
+    return found[1:]
 
 
-def torch_makespans(
+def theirs(
     lab: Lab, stages: list[nn.Module], schedule: str, num_microbatches: int, x: torch.Tensor, repeats: int
-) -> list[float]:
-    """From the first rank's start to the last one's end, for each step."""
+) -> tuple[list[float], int]:
+    """torch's makespans, from the first rank's start to the last one's end, and the highest rank's peak."""
     by_rank = lab.launch(torch_step, stages, schedule, num_microbatches, x, repeats)
-    return [max(end for _, end in spans) - min(s for s, _ in spans) for spans in zip(*by_rank, strict=True)]
+    steps = list(zip(*by_rank, strict=True))
+    makespans = [max(end for _, end, _ in ranks) - min(start for start, _, _ in ranks) for ranks in steps]
+    return makespans, max(peak for ranks in steps for _, _, peak in ranks)
 
 
 def paced(
-    lab: Lab, num_stages: int, num_microbatches: int, forward_ms: float, repeats: int
+    lab: Lab, num_ranks: int, num_microbatches: int, forward_ms: float, repeats: int
 ) -> Iterator[Figure]:
-    """Makespan over ideal with paced stages: what messages, waiting and the executor add."""
-    backward_ms = 2 * forward_ms
-    lab.resize(num_stages)
-    ideal = pipeline_ms(num_stages, num_microbatches, forward_ms, backward_ms)
-    what = f"paced makespan / ideal, P={num_stages} M={num_microbatches} {forward_ms:g} ms"
+    """Makespan over the simulated one with paced stages: what messages, waiting and the executor add."""
+    lab.resize(num_ranks)
+    what = f"paced makespan / ideal, P={num_ranks} M={num_microbatches} {forward_ms:g} ms"
     x = torch.randn(2 * num_microbatches, WIDTH)
-    plain = [nn.Linear(WIDTH, WIDTH) for _ in range(num_stages)]
-    stages: list[nn.Module] = [PacedStage(forward_ms, backward_ms) for _ in range(num_stages)]
-    pace = Pace(forward_ms=forward_ms, backward_ms=backward_ms)
     for name, make in SCHEDULES.items():
-        schedule = make(num_stages, num_microbatches)
+        if name == "forward_only":
+            continue
+        schedule = make(num_ranks, num_microbatches)
+        times = [
+            share * forward_ms * num_ranks / schedule.num_stages for share in (1, 2)
+        ]  # of the same model
+        pace = Pace(forward_ms=times[0], backward_ms=times[1])
+        ideal = simulate(schedule, pace.costs()).makespan_ms
+        plain = [nn.Linear(WIDTH, WIDTH) for _ in range(schedule.num_stages)]
         run = lab.run(schedule, plain, x, x, loss_fn=F.mse_loss, pace=pace, repeats=repeats)
         yield figure(f"{what}, {name}", "gpipe_lab, paced", [t / ideal for t in run.makespans_ms], "ratio")
+        if name not in WHOLE_BACKWARDS:
+            continue  # a layer cannot pace the halves of its backward by itself
+        stages: list[nn.Module] = [PacedStage(*times) for _ in range(schedule.num_stages)]
         run = lab.run(schedule, stages, x, x, loss_fn=F.mse_loss, repeats=repeats)
         yield figure(
             f"{what}, {name}", "gpipe_lab, same layers", [t / ideal for t in run.makespans_ms], "ratio"
         )
-        theirs = torch_makespans(lab, stages, name, num_microbatches, x, repeats)
-        yield figure(f"{what}, {name}", "torch, same layers", [t / ideal for t in theirs], "ratio")
+        makespans, _ = theirs(lab, stages, name, num_microbatches, x, repeats)
+        yield figure(f"{what}, {name}", "torch, same layers", [t / ideal for t in makespans], "ratio")
 
 
 def real(lab: Lab, repeats: int, *, width: int = 1024, num_microbatches: int = 8) -> Iterator[Figure]:
-    """Real computation on two ranks: speed-up over one process with the same micro-batches."""
+    """Real computation on two ranks: speed-up over one process with the same micro-batches, and memory."""
     layers = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(8)]
     x = torch.randn(64 * num_microbatches, width)
     lab.resize(1)
     alone = lab.run(gpipe(1, num_microbatches), layers, x, x, loss_fn=F.mse_loss, repeats=repeats)
     one = median(alone.makespans_ms)
     lab.resize(2)
-    halves: list[nn.Module] = [nn.Sequential(*layers[:4]), nn.Sequential(*layers[4:])]
-    for name, make in SCHEDULES.items():
-        run = lab.run(make(2, num_microbatches), layers, x, x, loss_fn=F.mse_loss, repeats=repeats)
+    for name in TORCH_SCHEDULES:
+        schedule = SCHEDULES[name](2, num_microbatches)
+        share = len(layers) // schedule.num_stages
+        stages: list[nn.Module] = [
+            nn.Sequential(*layers[share * index : share * (index + 1)])
+            for index in range(schedule.num_stages)
+        ]
+        run = lab.run(schedule, layers, x, x, loss_fn=F.mse_loss, repeats=repeats)
+        makespans, peak = theirs(lab, stages, name, num_microbatches, x, repeats)
         what = f"real compute, P=2 M={num_microbatches}, {name}"
         yield figure(
             f"{what}: speed-up over one process", "gpipe_lab", [one / t for t in run.makespans_ms], "x"
         )
-        theirs = torch_makespans(lab, halves, name, num_microbatches, x, repeats)
-        yield figure(f"{what}: speed-up over one process", "torch", [one / t for t in theirs], "x")
+        yield figure(f"{what}: speed-up over one process", "torch", [one / t for t in makespans], "x")
         ratio = run.trace.makespan_ms / replay(run.trace).makespan_ms
         yield figure(f"{what}: makespan / simulated from its own op times", "gpipe_lab", [ratio], "ratio")
+        mine = max(run.memory.peak_bytes(rank, ("saved", "deferred")) for rank in range(2))
+        yield figure(f"{what}: peak saved for backward", "gpipe_lab", [mine / 2**20], "MiB")
+        yield figure(f"{what}: peak saved for backward", "torch", [peak / 2**20], "MiB")
+
+
+def hoisting(lab: Lab, repeats: int) -> Iterator[Figure]:
+    """What posting receives ahead of need saves, with links that hold every message for 5 ms."""
+    lab.resize(4)
+    x = torch.randn(16, WIDTH)
+    plain = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+    pace = Pace(forward_ms=10, backward_ms=20, link_ms=5)
+    for hoist in (0, 2):
+        run = lab.run(
+            one_f_one_b(4, 8), plain, x, x, loss_fn=F.mse_loss, pace=pace, repeats=repeats, hoist=hoist
+        )
+        what = f"paced with 5 ms links, P=4 M=8, one_f_one_b, receives {hoist} ahead"
+        yield figure(what, "gpipe_lab, paced", list(run.makespans_ms), "ms")
+
+
+def overhead(lab: Lab, repeats: int) -> Iterator[Figure]:
+    """What the engine adds to an operation of next to no work, on one rank."""
+    lab.resize(1)
+    x = torch.randn(64, WIDTH)
+    layer = [nn.Linear(WIDTH, WIDTH)]
+    run = lab.run(gpipe(1, 32), layer, x, x, loss_fn=F.mse_loss, repeats=repeats)
+    plain = lab.launch(_plain_steps, layer[0], x, 32, repeats)[0]
+    per_op = [1000 * t / 64 for t in run.makespans_ms]
+    yield figure("one small layer, per operation", "gpipe_lab", per_op, "us")
+    yield figure("one small layer, per operation", "plain torch", [1000 * t / 64 for t in plain], "us")
+
+
+def _plain_steps(
+    context: RankContext, layer: nn.Module, x: torch.Tensor, num_microbatches: int, repeats: int
+) -> list[float]:
+    """ms of accumulating the gradients of micro-batches by hand."""
+    times = []
+    for _ in range(repeats + 1):
+        start = now_ms()
+        losses = [F.mse_loss(layer(part), part) / num_microbatches for part in x.chunk(num_microbatches)]
+        for loss in reversed(losses):
+            loss.backward()
+        times.append(now_ms() - start)
+    return times[1:]
 
 
 def start_up(repeats: int) -> Iterator[Figure]:
@@ -218,6 +301,8 @@ def measure(repeats: int) -> Iterator[Figure]:
         yield from paced(lab, 4, 8, 10.0, repeats)
         yield from paced(lab, 8, 32, 5.0, repeats)
         yield from real(lab, repeats)
+        yield from hoisting(lab, repeats)
+        yield from overhead(lab, repeats)
 
 
 def picture() -> bytes:

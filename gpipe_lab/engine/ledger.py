@@ -52,6 +52,11 @@ class Ledger:
         self._high, self._highest = self.totals, 0
 
     @property
+    def highest(self) -> int:
+        """The most bytes held at once since the last snapshot."""
+        return self._highest
+
+    @property
     def totals(self) -> dict[str, int]:
         """Bytes held now, by category."""
         return dict(zip(CATEGORIES, self._totals, strict=True))
