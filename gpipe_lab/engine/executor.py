@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -17,20 +17,12 @@ from ..plan.trace import COMPUTE_LANE, Event
 from .gradients import GradientBook
 from .ledger import Ledger
 from .links import Links
-from .mailbox import Agreements, Mailbox, Value
+from .mailbox import Agreements, Board, Mailbox, Value
 from .pace import Pace
 from .stage import Objective, Stage, StepContext
 from .streams import Device, now_ms
 from .tracer import Tracer
 from .tree import Tree, map_tensors, tensors
-
-
-class Board(Protocol):
-    """Where a rank says what it is doing, so that its death can be placed."""
-
-    def mark(self, op: Op) -> None: ...
-
-    def clear(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +99,7 @@ class Executor:
                 self.mailbox.send(op)
             elif op.kind in RECEIVES:
                 self.mailbox.post(op)
+        self.board.mark(op, waits=True)
         self.mailbox.settle(wait=True)
         for stage in self.stages.values():
             stage.end()
@@ -133,6 +126,7 @@ class Executor:
             agreements=self.agreements,
             ledger=self.ledger,
             tracer=self.tracer,
+            board=self.board,
         )
         self.result = RankResult(self.rank)
         self.losses: dict[int, torch.Tensor] = {}  # read off at the end, so that a GPU is not waited for
@@ -145,7 +139,6 @@ class Executor:
     def _compute(self, op: Op, index: int) -> None:
         for needed in self.schedule.needs[op]:
             if self.mailbox.expects(needed):
-                self.board.mark(needed)  # a rank that waits is not to blame for a hang
                 self.values[needed] = self.mailbox.fetch(needed)
                 self.board.mark(op)
         start, started_ms = self.device.stamp(), now_ms()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from ..plan.ops import Kind, Op
 from ..plan.schedule import Schedule, peer
@@ -13,6 +14,14 @@ from .links import Incoming, Links, Sent, tag_of
 from .message import Message, MessageMeta, check_agreed, pack
 from .tracer import Tracer
 from .tree import Tree
+
+
+class Board(Protocol):
+    """Where a rank says what it is doing, so that its death can be placed."""
+
+    def mark(self, op: Op, *, waits: bool = False) -> None: ...
+
+    def clear(self) -> None: ...
 
 
 @dataclass
@@ -55,6 +64,7 @@ class Mailbox:
         agreements: Agreements,
         ledger: Ledger,
         tracer: Tracer,
+        board: Board,
     ) -> None:
         self.rank = rank
         self.schedule = schedule
@@ -63,6 +73,7 @@ class Mailbox:
         self.agreements = agreements
         self.ledger = ledger
         self.tracer = tracer
+        self.board = board
         self.bytes_sent: dict[tuple[int, int], int] = {}
         self._incoming: dict[Op, tuple[Incoming, MessageMeta, list[int]]] = {}
         self._outgoing: dict[Op, tuple[Message, list[int]]] = {}
@@ -99,6 +110,7 @@ class Mailbox:
         tag = tag_of(op, self.schedule.num_stages)
         key = self._key(send)
         if key not in self.agreements.metas:
+            self.board.mark(op, waits=True)
             self.agreements.metas[key] = self.links.receive_meta(source, tag)
         meta = self.agreements.metas[key]
         incoming = self.links.receive(meta, source, tag)
@@ -112,6 +124,7 @@ class Mailbox:
         """The message of a posted receive, once it is there."""
         incoming, meta, keys = self._incoming.pop(op)
         self.links.watch()
+        self.board.mark(op, waits=True)
         start = self.tracer.device.stamp()
         received = incoming.wait()
         end = self.tracer.device.stamp()

@@ -12,11 +12,12 @@ from torch import nn
 
 from ..plan.ops import Kind, Op
 from ..plan.trace import COMM_LANE, COMPUTE_LANE, Event
-from .executor import Board, Executor, RankResult, StepJob
+from .executor import Executor, RankResult, StepJob
 from .gradients import GradientBook
 from .ledger import Ledger
 from .links import Links
 from .loss import LossFn
+from .mailbox import Board
 from .seeding import init_seed
 from .stage import Stage
 from .streams import Device

@@ -11,12 +11,16 @@ _KINDS = tuple(Kind)
 _CODES = {kind: code for code, kind in enumerate(_KINDS, start=1)}  # 0 is "in no operation"
 
 
+_WAITS = 1 << 62
+
+
 def _pack(op: Op) -> int:
     """An operation as one 64-bit integer, so that the driver never reads half of one."""
     return _CODES[op.kind] | op.stage << 8 | op.microbatch << 24 | op.segment << 48
 
 
 def _unpack(cell: int) -> Op | None:
+    cell &= _WAITS - 1
     if not cell:
         return None
     return Op(_KINDS[(cell & 0xFF) - 1], cell >> 8 & 0xFFFF, cell >> 24 & 0xFFFFFF, cell >> 48)
@@ -36,6 +40,10 @@ class Board:
         """The operation that `rank` was last seen in; None between operations."""
         return _unpack(self._cells[rank])
 
+    def waits(self, rank: int) -> bool:
+        """Whether `rank` was last seen waiting for another."""
+        return bool(self._cells[rank] & _WAITS)
+
 
 class RankBoard:
     """One rank's place on the board. Stages up to 65535, micro-batches up to 16 million."""
@@ -46,9 +54,9 @@ class RankBoard:
         self._cells = cells
         self._rank = rank
 
-    def mark(self, op: Op) -> None:
-        """Say that this rank is in `op` from now on (about 1 microsecond)."""
-        self._cells[self._rank] = _pack(op)
+    def mark(self, op: Op, *, waits: bool = False) -> None:
+        """Say that this rank is in `op` from now on (about 1 µs), and whether it waits for another."""
+        self._cells[self._rank] = _pack(op) | (_WAITS if waits else 0)
 
     def clear(self) -> None:
         """Say that this rank is in no operation."""

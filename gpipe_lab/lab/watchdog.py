@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Collection
 from typing import Any
 
-from ..plan.ops import RECEIVES
 from .board import Board
 
 ASK_STACK = b"stack"  # what a worker's listener is sent; no job, since pickles begin otherwise
@@ -18,7 +17,7 @@ ASK_STACK = b"stack"  # what a worker's listener is sent; no job, since pickles 
 class Watchdog:
     """Watches the board: a run hangs when for `limit_s` no rank has come to another operation.
 
-    Ranks that wait for a message hang for the sake of another, so the one to blame is one that computes.
+    Ranks that wait for a message hang for the sake of another, so the one to blame is one that does not.
     Programs that mark no operations are left alone.
     """
 
@@ -33,11 +32,11 @@ class Watchdog:
         now = {rank: self._board.read(rank) for rank in missing}
         if now != self._seen:
             self._seen, self._moved_at = now, time.monotonic()
-        working = {rank: op for rank, op in now.items() if op is not None}
+        working = [rank for rank, op in now.items() if op is not None]
         if self.limit_s is None or not working or time.monotonic() - self._moved_at < self.limit_s:
             return None
-        computing = [rank for rank, op in working.items() if op.kind not in RECEIVES]
-        return min(computing or working)
+        busy = [rank for rank in working if not self._board.waits(rank)]
+        return min(busy or working)
 
     def patience(self) -> float | None:
         """Seconds until it is worth looking again."""

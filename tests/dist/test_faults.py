@@ -188,21 +188,23 @@ def test_what_cannot_cross_a_boundary_is_named(lab):
         lab.run(gl.gpipe(3, 4), [Wraps(), nn.Identity(), nn.Identity()], x, y, loss_fn=F.mse_loss)
 
 
-def test_fifty_runs_in_a_row_leave_nothing_behind(lab):
+def test_five_hundred_runs_in_a_row_leave_nothing_behind(lab):
     import psutil
 
     x, y = make_batch()
 
     def state(context):
         process = psutil.Process()
-        return process.num_fds(), process.num_threads()
+        return process.num_fds(), process.num_threads(), process.memory_info().rss
 
-    def run():
-        lab.run(gl.gpipe(3, 4), make_model(None), x, y, loss_fn=F.mse_loss, warmup=False)
+    def run(times):
+        for _ in range(times):
+            lab.run(gl.gpipe(3, 4), make_model(None), x, y, loss_fn=F.mse_loss, warmup=False)
+        return [*lab.call(state, [()] * 3), state(None)]
 
-    run()
-    before, mine = lab.call(state, [()] * 3), psutil.Process().num_fds()
-    for _ in range(50):
-        run()
-    assert lab.call(state, [()] * 3) == before
-    assert psutil.Process().num_fds() == mine
+    before = run(100)  # caches and pools have filled
+    after = run(400)
+    for (fds, threads, rss), (more_fds, more_threads, more_rss) in zip(before, after, strict=True):
+        assert (more_fds, more_threads) == (fds, threads)
+        assert more_rss - rss < 400 * 20_000, "more than 20 kB a run"
+    print([(b[2] - a[2]) / 400 for a, b in zip(before, after, strict=True)], "bytes a run")
