@@ -21,6 +21,7 @@ from .plan.memory import (
 )
 from .plan.ops import Kind, Op
 from .plan.recompute import with_recompute
+from .plan.replicate import replicate
 from .plan.schedule import Schedule, dependencies
 from .plan.schedules import SCHEDULES, forward_only, gpipe, naive, one_f_one_b
 from .plan.search import search
@@ -108,6 +109,7 @@ __all__ = [
     "one_f_one_b",
     "peak_in_flight",
     "replay",
+    "replicate",
     "search",
     "simulate",
     "simulate_memory",

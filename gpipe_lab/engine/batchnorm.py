@@ -23,17 +23,18 @@ class _Gathered:
         self.layer = layer
         self.momentum = layer.momentum
         self.num_batches = layer.num_batches_tracked.clone()
-        self.count = 0
-        self.total = torch.zeros(layer.num_features, dtype=torch.float64)
-        self.squares = torch.zeros(layer.num_features, dtype=torch.float64)
+        device = layer.num_batches_tracked.device
+        self.count = torch.zeros(1, dtype=torch.float64, device=device)
+        self.total = torch.zeros(layer.num_features, dtype=torch.float64, device=device)
+        self.squares = torch.zeros_like(self.total)
         layer.momentum = 0.0  # its own forwards leave the statistics where they are
 
     def add(self, x: torch.Tensor) -> None:
         over = [dim for dim in range(x.dim()) if dim != 1]
         values = x.detach().double()
         self.count += x.numel() // x.shape[1]
-        self.total = self.total.to(x.device) + values.sum(over)
-        self.squares = self.squares.to(x.device) + values.square().sum(over)
+        self.total += values.sum(over)
+        self.squares += values.square().sum(over)
 
     def commit(self) -> None:
         """Move the running statistics as torch does for one batch of all that was gathered."""
@@ -42,13 +43,14 @@ class _Gathered:
         assert layer.num_batches_tracked is not None
         layer.momentum = self.momentum
         layer.num_batches_tracked.copy_(self.num_batches)
-        if self.count == 0:
+        count = self.count.item()
+        if count == 0:
             return
         layer.num_batches_tracked.add_(1)
         share = 1.0 / layer.num_batches_tracked.item() if self.momentum is None else self.momentum
-        mean = self.total / self.count
-        variance = (self.squares / self.count - mean.square()).clamp(min=0.0)
-        unbiased = variance * self.count / max(self.count - 1, 1)
+        mean = self.total / count
+        variance = (self.squares / count - mean.square()).clamp(min=0.0)
+        unbiased = variance * count / max(count - 1, 1)
         layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), share)
         layer.running_var.lerp_(unbiased.to(layer.running_var.dtype), share)
 
@@ -67,6 +69,10 @@ class RunningStatistics:
     def begin(self) -> None:
         """From now on statistics are gathered, not moved."""
         self._gathered = {layer: _Gathered(layer) for layer in self._layers}
+
+    def sums(self) -> list[torch.Tensor]:
+        """What the step has gathered: other replicas' are to be added to it, in place."""
+        return [t for g in self._gathered.values() for t in (g.count, g.total, g.squares)]
 
     def end(self) -> None:
         """Commit what the step has gathered."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,8 +30,8 @@ class StepJob:
     """One step as a rank is told it. All ranks are told the same, but for inputs and targets.
 
     `schedule` is lowered; `first_schedule` is the same lowered with receives as late as can be, for a
-    step in which message shapes are still to be agreed on. `inputs` are there where stage 0 is, `targets`
-    and `scales` where the last stage is. `every` is the k of checkpointing "every:k".
+    step in which message shapes are still to be agreed on. `inputs` has, by micro-batch, what stage 0 on
+    the rank needs, `targets` what the last stage there does. `every` is the k of checkpointing "every:k".
     """
 
     schedule: Schedule
@@ -39,8 +39,8 @@ class StepJob:
     signatures: tuple[str, ...]
     sizes: tuple[int, ...]
     step: StepContext
-    inputs: list[Tree] | None = None
-    targets: list[Tree] | None = None
+    inputs: Mapping[int, Tree] = field(default_factory=dict)
+    targets: Mapping[int, Tree] = field(default_factory=dict)
     scales: tuple[float, ...] = ()
     pace: Pace | None = None
     every: int | None = None
@@ -56,6 +56,7 @@ class RankResult:
     losses: dict[int, float] = field(default_factory=dict)
     outputs: dict[int, Tree] = field(default_factory=dict)
     bytes_sent: dict[tuple[int, int], int] = field(default_factory=dict)
+    bytes_reduced: dict[tuple[int, ...], int] = field(default_factory=dict)
     overran: int = 0
 
 
@@ -89,7 +90,7 @@ class Executor:
         }
 
     def run(self, job: StepJob, links: Links) -> RankResult:
-        """One step over `links`. Gradients accumulate in `.grad`."""
+        """One step over `links`. Gradients accumulate, and their sums are still to be finished."""
         self._begin(job, links)
         for index, op in enumerate(self.schedule.ops[self.rank]):
             self.board.mark(op)
@@ -101,9 +102,6 @@ class Executor:
                 self.mailbox.post(op)
         self.board.mark(op, waits=True)
         self.mailbox.settle(wait=True)
-        for stage in self.stages.values():
-            stage.end()
-        self.gradients.finish_sums()
         self.board.clear()
         self.result.bytes_sent = self.mailbox.bytes_sent
         self.result.losses = {m: loss.item() for m, loss in self.losses.items()}
@@ -115,7 +113,8 @@ class Executor:
     def _begin(self, job: StepJob, links: Links) -> None:
         self.job = job
         signatures = [f"{signature} {job.step.gradients}" for signature in job.signatures]
-        is_agreeing = self.agreements.bring_news(signatures)
+        mine = {op.microbatch for op in job.schedule.ops[self.rank]}
+        is_agreeing = self.agreements.bring_news([signatures[m] for m in mine])
         self.schedule = job.first_schedule if is_agreeing else job.schedule
         self.tracer = Tracer(self.rank, self.device)
         self.mailbox = Mailbox(
@@ -224,12 +223,11 @@ class Executor:
 
     def _first_input(self, op: Op) -> Value:
         """A copy of the micro-batch, so that a first layer that works in place leaves the batch alone."""
-        assert self.job.inputs is not None, "inputs are sent to the rank of stage 0"
         batch = self.device.place(map_tensors(torch.clone, self.job.inputs[op.microbatch]))
         return Value(batch, [False] * len(tensors(batch)))
 
     def _objective(self, op: Op) -> Objective | None:
-        if op.stage < self.schedule.num_stages - 1 or self.loss_fn is None or self.job.targets is None:
+        if op.stage < self.schedule.num_stages - 1 or self.loss_fn is None or not self.job.targets:
             return None
         m = op.microbatch
         return Objective(self.loss_fn, self.device.place(self.job.targets[m]), self.job.scales[m])

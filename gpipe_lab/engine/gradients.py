@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from .ledger import Ledger
+from .replicas import Replicas
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -43,16 +44,37 @@ class GradientBook:
                 continue
             held = parameter.grad
             if parameter.dtype in HALF:
-                held = self._sums.setdefault(name, torch.zeros_like(parameter, dtype=torch.float32))
+                held = self._step_sum(name)
                 held.add_(parameter.grad)
                 parameter.grad = None
             if name not in self._keys:
                 self._keys[name] = self.ledger.hold("gradients", [held])
 
+    def sum_over(self, replicas: Replicas) -> int:
+        """Add up this step's gradients over replicas, those of few bits in float32; the bytes summed.
+
+        A parameter that has a gradient on one replica counts as zero on those where it has none.
+        """
+        trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
+        found = torch.tensor([name in self._sums or p.grad is not None for name, p in trained.items()])
+        counts = found.to(torch.int32)
+        replicas.sum([counts])
+        wanted = [name for name, count in zip(trained, counts.tolist(), strict=True) if count]
+        return replicas.sum([self._step_sum(name) for name in wanted])
+
+    def _step_sum(self, name: str) -> torch.Tensor:
+        """The sum over this step's micro-batches, to be changed in place; zeros where there is none yet."""
+        parameter = self.parameters[name]
+        if parameter.dtype in HALF:
+            return self._sums.setdefault(name, torch.zeros_like(parameter, dtype=torch.float32))
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        return parameter.grad
+
     def finish_sums(self) -> None:
         """After the last backward: `.grad` is the sum over all micro-batches, rounded once."""
         for name, total in self._sums.items():
-            self.ledger.release("gradients", self._keys.pop(name))
+            self.ledger.release("gradients", self._keys.pop(name, []))
             self.parameters[name].grad = total.to(self.parameters[name].dtype)
         self._sums.clear()
         self._count()

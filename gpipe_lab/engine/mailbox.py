@@ -36,8 +36,8 @@ class Value:
 class Agreements:
     """Which messages both ends of every boundary have agreed on, by transfer and input signature.
 
-    It lives as long as the stages do. Every rank has seen the same steps, so each knows without asking
-    whether a step brings something new.
+    It lives as long as the stages do. Every rank of a pipeline has seen the same micro-batches, so each
+    knows without asking whether a step brings something new.
     """
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class Mailbox:
         if op not in self._outgoing:
             return
         message, keys = self._outgoing.pop(op)
-        to = self.schedule.stage_to_rank[peer(op).stage]
+        to = self.schedule.rank_of[peer(op)]
         tag = tag_of(op, self.schedule.num_stages)
         if self.agreements.metas.setdefault(self._key(op), message.meta) is message.meta:
             self.links.send_meta(message.meta, to, tag)
@@ -106,7 +106,7 @@ class Mailbox:
         if op.kind is Kind.RECV_B and not self._expects_gradients(op):
             return
         send = peer(op)
-        source = self.schedule.stage_to_rank[send.stage]
+        source = self.schedule.rank_of[send]
         tag = tag_of(op, self.schedule.num_stages)
         key = self._key(send)
         if key not in self.agreements.metas:

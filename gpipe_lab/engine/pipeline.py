@@ -18,6 +18,7 @@ from .ledger import Ledger
 from .links import Links
 from .loss import LossFn
 from .mailbox import Board
+from .replicas import replicas_in
 from .seeding import init_seed
 from .stage import Stage
 from .streams import Device
@@ -47,12 +48,17 @@ class PipelineSpec:
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
     max_norm: float | None = None
     ties: tuple[Tie, ...] = ()
+    replica: int = 0
+    num_replicas: int = 1
     seed: int = 0
     limit_bytes: int | None = None
 
 
 class RankPipeline:
-    """Stages with weights that stay from step to step."""
+    """Stages with weights that stay from step to step.
+
+    Replicas hold the same weights; the first alone reports them and counts in a norm.
+    """
 
     def __init__(
         self, rank: int, spec: PipelineSpec, device: Device, board: Board, groups: dict[Any, Any]
@@ -68,7 +74,8 @@ class RankPipeline:
         self.tied = Tied(spec.ties, rank, everything)
         self.tied.spread_values(groups)
         self.parameters = _once(everything)
-        self.gradients = GradientBook(self.parameters, self.ledger, borrowed=self.tied.borrowed())
+        copies = set(map(id, self.parameters.values())) if spec.replica > 0 else set()
+        self.gradients = GradientBook(self.parameters, self.ledger, borrowed=self.tied.borrowed() | copies)
         loss_fn = (
             spec.loss_fn.to(device.torch_device) if isinstance(spec.loss_fn, nn.Module) else spec.loss_fn
         )
@@ -112,7 +119,9 @@ class RankPipeline:
         self.gradients.begin()
         _meet()
         result = self.executor.run(job, links)
-        result.events += self._reduce(groups)
+        self._reduce(groups, result)
+        for stage in self.stages.values():
+            stage.end()
         self.gradients.end()
         loss = sum(job.scales[m] * loss for m, loss in result.losses.items())
         loss, squared_norm = _sum_over_ranks([loss, self.gradients.squared_norm()])
@@ -120,13 +129,24 @@ class RankPipeline:
             result.events.append(self._update(squared_norm**0.5))
         return result, loss, squared_norm**0.5
 
-    def _reduce(self, groups: dict[Any, Any]) -> list[Event]:
-        """Sum the gradients of tied weights over the ranks that hold them."""
+    def _reduce(self, groups: dict[Any, Any], result: RankResult) -> None:
+        """Finish this step's gradients: summed over replicas, then over the uses of tied weights.
+
+        In that order every replica sums ties from the same bits, so that copies stay equal for good.
+        """
+        op = Op(Kind.REDUCE, min(self.stages), 0)
+        self.executor.board.mark(op)
         start = self.device.stamp()
-        if not self.tied.sum_gradients(groups):
-            return []
-        started, ended = self.device.times([start, self.device.stamp()])
-        return [Event(self.rank, COMM_LANE, Op(Kind.REDUCE, min(self.stages), 0), started, ended)]
+        if self.spec.num_replicas > 1:
+            replicas = replicas_in(groups, self.spec.num_replicas, self.device)
+            result.bytes_reduced[replicas.ranks] = self.gradients.sum_over(replicas)
+            replicas.sum([t for stage in self.stages.values() for t in stage.statistics.sums()])
+        self.gradients.finish_sums()
+        result.bytes_reduced |= self.tied.sum_gradients(groups)
+        if result.bytes_reduced:
+            started, ended = self.device.times([start, self.device.stamp()])
+            result.events.append(Event(self.rank, COMM_LANE, op, started, ended))
+        self.executor.board.clear()
 
     def _update(self, norm: float) -> Event:
         start = self.device.stamp()
@@ -160,7 +180,9 @@ class RankPipeline:
         self._gradients_are_used = False
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Weights and buffers of the stages here, under whole-model names, on the CPU."""
+        """Weights and buffers of the stages here, under whole-model names, on the CPU; none from a copy."""
+        if self.spec.replica > 0:
+            return {}
         entries = self._named(lambda layer: layer.state_dict().items())
         return {name: value.detach().cpu().clone() for name, value in entries}
 

@@ -97,11 +97,12 @@ class Tied:
                 dist.broadcast(host, tie.owner, group=group)
                 value.copy_(host)
 
-    def sum_gradients(self, groups: dict[Any, Any]) -> int:
+    def sum_gradients(self, groups: dict[Any, Any]) -> dict[tuple[int, ...], int]:
         """Sum the gradients of all uses, on every holder. All ranks call this.
 
-        Returns the number of ties that this rank holds.
+        Returns the bytes summed, by the ranks that hold them, for the ties of this rank.
         """
+        num_bytes: dict[tuple[int, ...], int] = {}
         for tie in self._spread:
             group = _group(tie.holders, groups)
             if tie in self._parameters:
@@ -110,7 +111,8 @@ class Tied:
                 host = gradient.cpu()
                 dist.all_reduce(host, group=group)
                 parameter.grad = host.to(gradient.device)
-        return len(self._parameters)
+                num_bytes[tie.holders] = num_bytes.get(tie.holders, 0) + host.nbytes
+        return num_bytes
 
 
 def _group(ranks: tuple[int, ...], groups: dict[Any, Any]) -> Any:

@@ -115,6 +115,7 @@ class Lab:
         pace: Pace | None = None,
         partition: Partition = "uniform",
         ties: Ties | None = None,
+        num_replicas: int = 1,
         autocast: torch.dtype | None = None,
         warmup: bool = True,
         repeats: int = 1,
@@ -129,6 +130,8 @@ class Lab:
         over rows unless `loss_weight` or `loss_reduction="sum"` says otherwise; torch's losses are read.
         checkpoint: "never", "always", "except_last" or "every:k". seed: keys random layers and factories.
         ties: tuples of parameter names that are one weight, for factories; shared modules are found.
+        num_replicas: that many copies of the schedule's pipeline, on ranks one after another, share the batch
+        (`gl.replicate`); their gradients are summed once a step.
         autocast: torch.bfloat16 runs layers and loss under autocast; weights and gradients keep their dtype.
         partition: "uniform"; "parameters", "flops", "time" or "memory", measured first; or a list of sizes.
         pace: a `gl.Pace`; None runs at full speed. warmup: run an unpaced step first and discard it.
@@ -151,6 +154,7 @@ class Lab:
             pace=pace,
             partition=partition,
             ties=ties,
+            num_replicas=num_replicas,
             autocast=autocast,
             warmup=warmup,
             repeats=repeats,
@@ -185,6 +189,7 @@ class Lab:
         max_norm: float | None = None,
         partition: Partition = "uniform",
         ties: Ties | None = None,
+        num_replicas: int = 1,
         autocast: torch.dtype | None = None,
         seed: int = 0,
     ) -> Pipeline:
@@ -192,7 +197,8 @@ class Lab:
 
         optimizer: a function from named parameters to a torch Optimizer, such as
         `functools.partial(torch.optim.SGD, lr=0.1)`; scheduler: from that to a learning-rate scheduler.
-        max_norm: clip gradients by their norm over all stages. The rest is as in `run`.
+        max_norm: clip gradients by their norm over all stages. num_replicas: of num_ranks / num_replicas
+        stages each. The rest is as in `run`.
         """
         loss = LossOptions(loss_fn=loss_fn, loss_weight=loss_weight, loss_reduction=loss_reduction)
         return Pipeline(
@@ -204,6 +210,7 @@ class Lab:
             max_norm=max_norm,
             partition=partition,
             ties=ties,
+            num_replicas=num_replicas,
             autocast=autocast,
             seed=seed,
         )

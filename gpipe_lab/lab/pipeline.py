@@ -21,6 +21,7 @@ from ..engine.profile import CRITERIA, Profile
 from ..engine.stage import StepContext
 from ..engine.tree import Tree
 from ..plan.errors import require, require_count
+from ..plan.replicate import replicate
 from ..plan.schedule import Schedule
 from ..plan.schedules import forward_only
 from ..plan.units import parse_bytes
@@ -63,6 +64,7 @@ def run_once(
     pace: Pace | None,
     partition: Partition,
     ties: Ties | None,
+    num_replicas: int,
     autocast: torch.dtype | None,
     warmup: bool,
     repeats: int,
@@ -73,8 +75,11 @@ def run_once(
     require_count(repeats, "repeats", where="Lab.run")
     _require_pace_if_shared(lab, pace)
     if partition in CRITERIA and isinstance(schedule, Schedule):
-        found = profile_model(lab, model, split(inputs, schedule.num_microbatches)[0], seed=seed)
+        found = profile_model(
+            lab, model, split(inputs, num_replicas * schedule.num_microbatches)[0], seed=seed
+        )
         partition = found.sizes(schedule.num_stages, str(partition), schedule=schedule)
+    schedule = replicate(schedule, num_replicas)
     stages = cut(model, getattr(schedule, "num_stages", 1), partition)
     trains = getattr(schedule, "trains", True)
     step = StepContext(seed=seed, training=trains, gradients=trains, autocast=autocast)
@@ -100,6 +105,7 @@ def run_once(
         limit_bytes=limit,
         ties=ties,
         loss_fn=loss.loss_fn,
+        num_replicas=schedule.num_replicas,
     )
     args = [
         (spec, job, replace(job, pace=None) if warmup else None, repeats, strict)
@@ -165,6 +171,7 @@ class Pipeline:
         max_norm: float | None,
         partition: Partition,
         ties: Ties | None,
+        num_replicas: int,
         autocast: torch.dtype | None,
         seed: int,
     ) -> None:
@@ -180,7 +187,9 @@ class Pipeline:
         self.autocast = autocast
         self._loss = loss
         self._rule = loss.read()
-        self._stages = cut(model, lab.num_ranks, partition)
+        require_count(num_replicas, "num_replicas", where="Lab.pipeline")
+        self.num_replicas = num_replicas
+        self._stages = cut(model, max(lab.num_ranks // num_replicas, 1), partition)
         self._options = {"optimizer": optimizer, "scheduler": scheduler, "max_norm": max_norm, "ties": ties}
         self._key = f"pipeline {next(_keys)}"
         self._steps = 0
@@ -224,7 +233,7 @@ class Pipeline:
         )
         _require_pace_if_shared(self.lab, pace)
         plan = self._plan(
-            schedule,
+            replicate(schedule, self.num_replicas),
             inputs,
             targets,
             StepContext(seed=self.seed, step=self._steps, autocast=self.autocast),
@@ -261,9 +270,8 @@ class Pipeline:
         """Set the weights and buffers; brings back a pipeline that was lost, with a new optimizer."""
         if self._is_lost:
             self._build()
-        self._call(
-            jobs.ask, [("load_state_dict", self._part(state, rank)) for rank in range(self.num_stages)]
-        )
+        parts = [("load_state_dict", self._part(state, stage)) for stage in range(self.num_stages)]
+        self._call(jobs.ask, parts * self.num_replicas)
 
     def save(self, path: str | Path) -> Path:
         """Write `state_dict` with torch.save, whole or not at all."""
@@ -282,6 +290,14 @@ class Pipeline:
         return self.lab.generation != self._generation
 
     def _build(self) -> None:
+        num_ranks = self.num_stages * self.num_replicas
+        require(
+            self.lab.num_ranks == num_ranks,
+            "a pipeline, or each of its replicas, has one stage on every rank of its lab",
+            got=f"{self.num_replicas} x {self.num_stages} stages, {self.lab.num_ranks} ranks",
+            where="Pipeline",
+            remedy=f"lab.resize({num_ranks})",
+        )
         specs = read_spec(
             self._stages,
             range(self.num_stages),
@@ -289,14 +305,8 @@ class Pipeline:
             seed=self.seed,
             limit_bytes=parse_bytes(self.lab.memory_limit),
             loss_fn=self._loss.loss_fn,
+            num_replicas=self.num_replicas,
             **self._options,  # type: ignore[arg-type]
-        )
-        require(
-            self.lab.num_ranks == self.num_stages,
-            "a pipeline has one stage on every rank of its lab",
-            got=f"{self.num_stages} stages, {self.lab.num_ranks} ranks",
-            where="Pipeline",
-            remedy=f"lab.resize({self.num_stages})",
         )
         _sweep(self.lab)
         self.lab.call(jobs.build, [(self._key, spec) for spec in specs])
@@ -317,7 +327,7 @@ class Pipeline:
         )
 
     def _forward(self, inputs: Tree, targets: Tree | None, num_microbatches: int) -> Run:
-        schedule = forward_only(self.num_stages, num_microbatches)
+        schedule = replicate(forward_only(self.num_stages, num_microbatches), self.num_replicas)
         step = StepContext(
             seed=self.seed, step=self._steps, training=False, gradients=False, autocast=self.autocast
         )
@@ -340,9 +350,9 @@ class Pipeline:
     def _ask(self, method: str) -> list[Any]:
         return self._call(jobs.ask, [(method,)] * self.lab.num_ranks)
 
-    def _part(self, state: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+    def _part(self, state: Mapping[str, torch.Tensor], stage: int) -> dict[str, torch.Tensor]:
         """The entries of a whole model's state that belong to a stage."""
-        prefixes = tuple(f"{name}." for name in self._stages[rank].names)
+        prefixes = tuple(f"{name}." for name in self._stages[stage].names)
         return {name: value for name, value in state.items() if name.startswith(prefixes)}
 
 

@@ -168,13 +168,20 @@ def plan_step(
     require(
         schedule.num_ranks == num_ranks,
         "a schedule is for as many ranks as the lab has",
-        got=f"{schedule.name!r} for {schedule.num_ranks} ranks, a lab of {num_ranks}",
+        got=f"{schedule.name!r} for {_ranks(schedule)}, a lab of {num_ranks}",
         where="schedule",
         remedy=f"lab.resize({schedule.num_ranks})",
     )
     schedule = with_recompute(schedule, checkpoint, early, layers_per_stage=layers_per_stage)
     num_microbatches = schedule.num_microbatches
     rows = batch_size(inputs)
+    require(
+        schedule.num_replicas == 1 or rows >= num_microbatches,
+        "every micro-batch of every replica has at least one row",
+        got=f"{rows} rows for {num_microbatches} micro-batches on {schedule.num_replicas} replicas",
+        where="batch",
+        remedy="a larger batch, or fewer micro-batches",
+    )
     sizes = microbatch_sizes(rows, num_microbatches)
     inputs_split = split(inputs, num_microbatches)
     targets_split, scales = _targets(targets, loss, rows, sizes, trains=schedule.trains)
@@ -191,21 +198,31 @@ def plan_step(
         pace=pace,
         every=every,
     )
-    first, last = schedule.stage_to_rank[0], schedule.stage_to_rank[-1]
+    inputs_at = _by_rank(inputs_split, 0, schedule)
+    targets_at = _by_rank(targets_split, schedule.num_stages - 1, schedule)
     jobs = tuple(
-        replace(
-            shared,
-            inputs=inputs_split if rank == first else None,
-            targets=targets_split if rank == last else None,
-        )
-        for rank in range(num_ranks)
+        replace(shared, inputs=mine, targets=wanted)
+        for mine, wanted in zip(inputs_at, targets_at, strict=True)
     )
     return Plan(jobs, schedule)
 
 
+def _by_rank(parts: Sequence[Tree], stage: int, schedule: Schedule) -> list[dict[int, Tree]]:
+    """What each rank needs of the micro-batches' parts to run `stage`, by micro-batch."""
+    found: list[dict[int, Tree]] = [{} for _ in schedule.ops]
+    for m, part in enumerate(parts):
+        found[schedule.home(stage, m)][m] = part
+    return found
+
+
+def _ranks(schedule: Schedule) -> str:
+    each = f"{schedule.num_replicas} x {schedule.ranks_per_replica} = " if schedule.num_replicas > 1 else ""
+    return f"{each}{schedule.num_ranks} ranks"
+
+
 def _targets(
     targets: Tree | None, loss: LossRule | None, rows: int, sizes: tuple[int, ...], *, trains: bool
-) -> tuple[list[Tree] | None, tuple[float, ...]]:
+) -> tuple[list[Tree], tuple[float, ...]]:
     require(
         not trains or (targets is not None and loss is not None),
         "a schedule with backwards needs a loss",
@@ -214,7 +231,7 @@ def _targets(
         remedy="give targets and loss_fn, or a forward_only schedule",
     )
     if targets is None or loss is None:
-        return None, ()
+        return [], ()
     require(
         batch_size(targets) == rows,
         "targets have as many rows as inputs",
@@ -237,17 +254,25 @@ def read_spec(
     optimizer: Callable | None = None,
     scheduler: Callable | None = None,
     max_norm: float | None = None,
+    num_replicas: int = 1,
 ) -> list[PipelineSpec]:
-    """One `PipelineSpec` a rank: the stages that `schedule_ranks` (stage → rank) puts there."""
-    found = find_ties(stages, schedule_ranks, ties)
+    """One `PipelineSpec` a rank: the stages that `schedule_ranks` (stage → rank of a replica) puts there."""
+    ranks_per_replica = num_ranks // num_replicas
+    found = [
+        replace(tie, ranks=tuple(replica * ranks_per_replica + rank for rank in tie.ranks))
+        for replica in range(num_replicas)
+        for tie in find_ties(stages, schedule_ranks, ties)
+    ]
     return [
         PipelineSpec(
-            stages=tuple(s for s in stages if schedule_ranks[s.index] == rank),
+            stages=tuple(s for s in stages if schedule_ranks[s.index] == rank % ranks_per_replica),
             loss_fn=loss_fn,
             optimizer=optimizer,
             scheduler=scheduler,
             max_norm=max_norm,
-            ties=found,
+            ties=tuple(found),
+            replica=rank // ranks_per_replica,
+            num_replicas=num_replicas,
             seed=seed,
             limit_bytes=limit_bytes,
         )

@@ -21,8 +21,9 @@ class Run:
     """One step that really ran.
 
     `loss` is that of the whole batch. `bytes_sent` maps (from rank, to rank) to the bytes of tensors that
-    went that way. Where the step was repeated, `trace` and `memory` are those of the run with the median
-    makespan, and `makespans_ms` has all of them.
+    went that way; `bytes_reduced` maps the ranks of a group (replicas, or holders of tied weights) to the
+    bytes of gradients that each of them put into its sum. Where the step was repeated, `trace` and `memory`
+    are those of the run with the median makespan, and `makespans_ms` has all of them.
     """
 
     loss: float
@@ -30,6 +31,7 @@ class Run:
     memory: MemoryReport
     bytes_sent: dict[tuple[int, int], int]
     makespans_ms: tuple[float, ...]
+    bytes_reduced: dict[tuple[int, ...], int] = field(default_factory=dict)
     grad_norm: float | None = None
     _gradients: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
     _outputs: dict[int, Tree] = field(default_factory=dict, repr=False)
@@ -68,6 +70,7 @@ def assemble(
         memory=MemoryReport(rows, MEASURED, limit_bytes, schedule),
         bytes_sent={link: n for result in results for link, n in result.bytes_sent.items()},
         makespans_ms=(trace.makespan_ms,),
+        bytes_reduced={ranks: n for result in results for ranks, n in result.bytes_reduced.items()},
         _outputs={m: tree for result in results for m, tree in result.outputs.items()},
     )
 

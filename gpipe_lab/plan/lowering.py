@@ -43,7 +43,7 @@ def lower(schedule: Schedule, *, hoist: int = 2, costs: OpCosts | None = None) -
     transfers: list[list[Op]] = [[] for _ in schedule.ops]
     for send in _sends(schedule, Costs() if costs is None else costs):
         for op in (send, peer(send)):
-            transfers[schedule.stage_to_rank[op.stage]].append(op)
+            transfers[schedule.home(op.stage, op.microbatch)].append(op)
     rows = zip(schedule.ops, transfers, strict=True)
     return replace(schedule, ops=tuple(tuple(_merge(row, own, schedule, hoist)) for row, own in rows))
 

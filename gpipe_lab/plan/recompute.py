@@ -56,7 +56,8 @@ def with_recompute(
 
     def expand(op: Op) -> list[Op]:
         starts_backward = op.kind in (Kind.B, Kind.I)
-        spared = mode == "except_last" and op.microbatch == schedule.num_microbatches - 1
+        is_last = (op.microbatch + 1) % schedule.microbatches_per_replica == 0
+        spared = mode == "except_last" and is_last
         if not starts_backward or spared:
             return [op]
         if op.kind is Kind.I:

@@ -23,6 +23,9 @@ class Schedule:
     ops[rank] lists the operations of that rank. stage_to_rank[stage] names the rank that holds a
     stage, so several stages may share a rank. With `recompute_waits`, a recompute starts only when the
     gradient for it is there; without, it starts as soon as its rank reaches it.
+
+    With `num_replicas` there are that many copies of one pipeline, made by `replicate`: each has an equal
+    share of the ranks and of the micro-batches, in order, and stage_to_rank counts within a copy.
     """
 
     name: str
@@ -30,6 +33,7 @@ class Schedule:
     stage_to_rank: tuple[int, ...]
     ops: tuple[tuple[Op, ...], ...]
     recompute_waits: bool = False
+    num_replicas: int = 1
 
     def __getstate__(self) -> dict[str, object]:
         """What pickle sends: the fields, not what has been worked out from them."""
@@ -42,6 +46,18 @@ class Schedule:
     @property
     def num_ranks(self) -> int:
         return len(self.ops)
+
+    @property
+    def ranks_per_replica(self) -> int:
+        return len(self.ops) // self.num_replicas
+
+    @property
+    def microbatches_per_replica(self) -> int:
+        return self.num_microbatches // self.num_replicas
+
+    @property
+    def has_one_stage_a_rank(self) -> bool:
+        return self.num_stages == self.ranks_per_replica
 
     @cached_property
     def rank_of(self) -> dict[Op, int]:
@@ -69,12 +85,16 @@ class Schedule:
         return any(op.kind in (Kind.B, Kind.I, Kind.W) for op in self.rank_of)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        return tuple(s for s, r in enumerate(self.stage_to_rank) if r == rank)
+        return tuple(s for s, r in enumerate(self.stage_to_rank) if r == rank % self.ranks_per_replica)
+
+    def home(self, stage: int, microbatch: int) -> int:
+        """The rank that runs a stage's operations on a micro-batch."""
+        replica = microbatch // self.microbatches_per_replica
+        return replica * self.ranks_per_replica + self.stage_to_rank[stage]
 
     def label(self, op: Op) -> str:
         """The operation as the grid prints it: without its stage where every rank has just one."""
-        one_stage_each = self.num_stages == self.num_ranks
-        return op.short if one_stage_each else str(op)
+        return op.short if self.has_one_stage_a_rank else str(op)
 
     def __str__(self) -> str:
         """The text grid, one row a rank, one column a slot of unit time: "F0 F1 . . B1 B0"."""

@@ -190,6 +190,7 @@ def _messages(placed: Sequence[Placed], schedule: Schedule, costs: OpCosts) -> l
         if send is not None:
             receive = peer(send)
             arrives = end + costs.delay_ms(op, schedule)
-            events.append(Event(schedule.stage_to_rank[send.stage], COMM_LANE, send, end, arrives))
-            events.append(Event(schedule.stage_to_rank[receive.stage], COMM_LANE, receive, arrives, arrives))
+            sender, receiver = (schedule.home(e.stage, e.microbatch) for e in (send, receive))
+            events.append(Event(sender, COMM_LANE, send, end, arrives))
+            events.append(Event(receiver, COMM_LANE, receive, arrives, arrives))
     return events

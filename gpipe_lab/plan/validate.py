@@ -52,14 +52,22 @@ def _check_types(schedule: Schedule) -> None:
             remedy="gl.gpipe(4, 8), or gl.Schedule(name, num_microbatches, stage_to_rank, ops)",
         )
     place = f"schedule {schedule.name!r}"
-    for number in (schedule.num_microbatches, *schedule.stage_to_rank):
+    whole = (schedule.num_microbatches, schedule.num_replicas, *schedule.stage_to_rank)
+    for number in whole:
         if not isinstance(number, int) or isinstance(number, bool):
             raise ScheduleError(
-                "num_microbatches and the ranks in stage_to_rank are whole numbers",
+                "num_microbatches, num_replicas and the ranks in stage_to_rank are whole numbers",
                 got=f"{number!r}",
                 where=place,
                 remedy=f"int({number!r})",
             )
+    if schedule.num_replicas < 1 or len(schedule.ops) % schedule.num_replicas:
+        raise ScheduleError(
+            "replicas share the ranks evenly",
+            got=f"num_replicas={schedule.num_replicas}, {len(schedule.ops)} lists of operations",
+            where=place,
+            remedy="gl.replicate(schedule, num_replicas)",
+        )
     for rank, ops in enumerate(schedule.ops):
         for op in ops:
             is_op = type(op) is Op and type(op.kind) is Kind
@@ -81,12 +89,19 @@ def _check_shape(schedule: Schedule) -> None:
             got=f"{schedule.num_stages} stages, {schedule.num_microbatches} micro-batches",
             remedy="give stage_to_rank one entry per stage and num_microbatches at least 1",
         )
-    if placed != set(range(schedule.num_ranks)):
+    if schedule.num_microbatches % schedule.num_replicas:
+        raise _error(
+            schedule,
+            "replicas share the micro-batches evenly",
+            got=f"num_replicas={schedule.num_replicas}, {schedule.num_microbatches} micro-batches",
+            remedy="gl.replicate(schedule, num_replicas)",
+        )
+    if placed != set(range(schedule.ranks_per_replica)):
         raise _error(
             schedule,
             "every rank has a list of operations and holds at least one stage",
             got=f"stage_to_rank={schedule.stage_to_rank}, {schedule.num_ranks} lists of operations",
-            remedy=f"stage_to_rank={tuple(range(schedule.num_ranks))}",
+            remedy=f"stage_to_rank={tuple(range(schedule.ranks_per_replica))}",
         )
 
 
@@ -107,7 +122,7 @@ def _check_places(schedule: Schedule) -> None:
                     where=f"rank {rank}",
                     remedy="both count from 0",
                 )
-            home = schedule.stage_to_rank[op.stage]
+            home = schedule.home(op.stage, op.microbatch)
             if home != rank:
                 raise _error(
                     schedule,
@@ -143,7 +158,7 @@ def _check_complete(schedule: Schedule) -> None:
 
 
 def _check_microbatch(schedule: Schedule, stage: int, m: int, found: list[Op]) -> None:
-    rank = schedule.stage_to_rank[stage]
+    rank = schedule.home(stage, m)
     whole = [op for op in found if op.kind is Kind.B]
     split = [op for op in found if op.kind in (Kind.I, Kind.W)]
     if whole and split:
@@ -208,7 +223,7 @@ def _check_transfers(schedule: Schedule) -> None:
                 "every send has its receive and every receive its send",
                 other,
                 got=f"no {op}" + (f" for {other}" if other in present else ""),
-                where=f"rank {schedule.stage_to_rank[op.stage]}",
+                where=f"rank {schedule.home(op.stage, op.microbatch)}",
                 remedy=f"add {op}",
             )
     allowed = set(needed)

@@ -68,7 +68,7 @@ def gaps(trace: Trace) -> list[Gap]:
 
 def label_of(event: Event, schedule: Schedule | None) -> str:
     """The number in a cell: the micro-batch, with a letter for the stage where its rank has several."""
-    if schedule is None or schedule.num_stages == schedule.num_ranks:
+    if schedule is None or schedule.has_one_stage_a_rank:
         return str(event.op.microbatch)
     chunk = schedule.stages_of(event.rank).index(event.op.stage)
     return f"{event.op.microbatch}{'abcdefghijklmnopqrstuvwxyz'[chunk % 26]}"

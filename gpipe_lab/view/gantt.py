@@ -228,8 +228,10 @@ def _what(trace: Trace) -> str:
     if schedule is None:
         return f"P = {trace.num_ranks}"
     name = schedule.name
-    stages = f" ({schedule.num_stages} stages)" if schedule.num_stages != schedule.num_ranks else ""
-    return f"{name}, P = {schedule.num_ranks}{stages}, M = {schedule.num_microbatches}"
+    stages = "" if schedule.has_one_stage_a_rank else f" ({schedule.num_stages} stages)"
+    replicas = f"{schedule.num_replicas} replicas, " if schedule.num_replicas > 1 else ""
+    p, m = schedule.ranks_per_replica, schedule.microbatches_per_replica
+    return f"{name}, {replicas}P = {p}{stages}, M = {m}"
 
 
 def _facts(trace: Trace, unit: str) -> str:
