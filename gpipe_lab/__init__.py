@@ -43,6 +43,7 @@ _LAZY: dict[str, str] = {
     "batch": "gpipe_lab.engine.corpus",
     "corpus": "gpipe_lab.engine.corpus",
     "gpt": "gpipe_lab.engine.layers",
+    "load_weights": "gpipe_lab.engine.saving",
     "next_token_loss": "gpipe_lab.engine.layers",
     **dict.fromkeys(
         (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -99,6 +99,14 @@ class GradientBook:
         for keys in self._keys.values():
             self.ledger.release("gradients", keys)
         self._keys.clear()
+
+    def restore(self, saved: Mapping[str, torch.Tensor | None]) -> None:
+        """Start from gradients that an earlier process has accumulated."""
+        self.zero()
+        for name, gradient in saved.items():
+            if gradient is not None:
+                self.parameters[name].grad = gradient.to(self.parameters[name].device)
+        self._count()
 
     def squared_norm(self) -> float:
         """The sum of squares of this rank's gradients, in float64."""

@@ -154,14 +154,15 @@ class RankPipeline:
             self.gradients.scale(min(1.0, self.spec.max_norm / (norm + 1e-6)))  # as clip_grad_norm_
         if self.optimizer is not None:
             self.optimizer.step()
-            self._count_optimizer()
+            self.count_optimizer()
         if self.scheduler is not None:
             self.scheduler.step()
         self._gradients_are_used = True
         started, ended = self.device.times([start, self.device.stamp()])
         return Event(self.rank, COMPUTE_LANE, Op(Kind.STEP, min(self.stages), 0), started, ended)
 
-    def _count_optimizer(self) -> None:
+    def count_optimizer(self) -> None:
+        """Tell the ledger what the optimizer holds now."""
         assert self.optimizer is not None
         self.ledger.release("optimizer", self._optimizer_keys)
         state = [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
@@ -183,8 +184,17 @@ class RankPipeline:
         """Weights and buffers of the stages here, under whole-model names, on the CPU; none from a copy."""
         if self.spec.replica > 0:
             return {}
-        entries = self._named(lambda layer: layer.state_dict().items())
-        return {name: value.detach().cpu().clone() for name, value in entries}
+        return {name: value.detach().cpu().clone() for name, value in self.weights().items()}
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Weights and buffers of the stages here, under whole-model names: the live tensors."""
+        return dict(self._named(lambda layer: layer.state_dict().items()))
+
+    def pending_gradients(self) -> dict[str, torch.Tensor]:
+        """The gradients that no update has used yet: live tensors, to which the next step adds."""
+        if self._gradients_are_used:
+            return {}
+        return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Load the entries that belong to the stages here; raises `RuntimeError` where one is missing."""

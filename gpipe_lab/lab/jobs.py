@@ -13,6 +13,8 @@ from ..engine.links import Links, NcclLinks
 from ..engine.loss import LossFn
 from ..engine.pipeline import Layer, PipelineSpec, RankPipeline
 from ..engine.profile import Profile, profile_layers
+from ..engine.saving import load_state as read_state
+from ..engine.saving import save_state as write_state
 from ..engine.stage import Objective
 from ..engine.streams import Device, open_device
 from ..engine.tree import Tree
@@ -81,6 +83,14 @@ def ask(context: RankContext, key: str, method: str, *args: Any) -> Any:
 def gradients(context: RankContext, key: str) -> dict[str, torch.Tensor]:
     pipeline: RankPipeline = context.state[key]
     return pipeline.gradients.copies()
+
+
+def save_state(context: RankContext, key: str, folder: str, steps: int) -> str:
+    return str(write_state(context.state[key], folder, steps))
+
+
+def load_state(context: RankContext, key: str, folder: str) -> int:
+    return read_state(context.state[key], folder)
 
 
 def _build(context: RankContext, spec: PipelineSpec) -> RankPipeline:

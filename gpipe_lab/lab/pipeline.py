@@ -18,6 +18,7 @@ from ..engine.loss import LossFn, read_loss
 from ..engine.microbatch import split
 from ..engine.pace import Pace
 from ..engine.profile import CRITERIA, Profile
+from ..engine.saving import latest_save
 from ..engine.stage import StepContext
 from ..engine.tree import Tree
 from ..plan.errors import require, require_count
@@ -157,7 +158,7 @@ class Pipeline:
 
     Made by `Lab.pipeline`. Names are those of the whole model, whatever the number of stages. When the
     workers are replaced (a failure, a stop, `lab.resize`) the weights are gone: every method then raises
-    `PipelineLost`, except `load_state_dict` and `load`, which bring the pipeline back.
+    `PipelineLost`, except `load_state_dict`, `load` and `load_state`, which bring the pipeline back.
     """
 
     def __init__(
@@ -284,6 +285,26 @@ class Pipeline:
     def load(self, path: str | Path) -> None:
         """Read what `save` or plain torch wrote, from any number of stages."""
         self.load_state_dict(torch.load(path, weights_only=True))
+
+    def save_state(self, folder: str | Path) -> Path:
+        """Write the whole training state into `folder`, in place of the last one, whole or not at all.
+
+        Weights, optimizer, learning rates, gradients not yet used and the number of steps: each rank writes
+        its part, in the format of torch.distributed.checkpoint. Returns the save within the folder.
+        """
+        folder = os.path.abspath(folder)
+        return Path(self._call(jobs.save_state, [(folder, self._steps)] * self.lab.num_ranks)[0])
+
+    def load_state(self, folder: str | Path) -> None:
+        """Go on from what `save_state` wrote, at any number of stages; brings back a pipeline that was lost.
+
+        With the same stages training continues bitwise as it would have. For plain torch there is
+        `gl.load_weights(folder)`. Raises `InputError` where there is no save.
+        """
+        latest_save(folder)
+        if self._is_lost:
+            self._build()
+        self._steps = self._call(jobs.load_state, [(os.path.abspath(folder),)] * self.lab.num_ranks)[0]
 
     @property
     def _is_lost(self) -> bool:

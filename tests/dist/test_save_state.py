@@ -1,0 +1,263 @@
+"""Training states in a folder: bitwise the same continuation, any number of stages, whole or not at all."""
+
+import functools
+import os
+import signal
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+import gpipe_lab as gl
+
+ADAM = functools.partial(torch.optim.AdamW, lr=0.05, betas=(0.8, 0.95))
+FALLING = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
+LAYERS = 9
+
+
+def make_model():
+    torch.manual_seed(0)
+    inner = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.2)) for _ in range(LAYERS - 3)]
+    return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), *inner, nn.Linear(8, 3))
+
+
+def make_batch(step, rows=12):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(rows, 5, generator=generator), torch.randn(rows, 3, generator=generator)
+
+
+def make_pipe(lab, *, seed=0, optimizer=ADAM, scheduler=FALLING, **options):
+    return lab.pipeline(
+        make_model(),
+        loss_fn=F.mse_loss,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        max_norm=1.0,
+        seed=seed,
+        **options,
+    )
+
+
+def train(pipe, steps, num_microbatches=4):
+    schedule = gl.one_f_one_b(pipe.num_stages, num_microbatches // pipe.num_replicas)
+    return [pipe.step(schedule, *make_batch(step)).loss for step in steps]
+
+
+def same(state, other):
+    assert list(state) == list(other)
+    return all(torch.equal(value, other[name]) for name, value in state.items())
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "num_replicas", "optimizer"),
+    [(1, 1, ADAM), (2, 1, ADAM), (4, 1, ADAM), (2, 2, ADAM), (2, 1, functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9))],
+)  # fmt: skip
+def test_a_resumed_training_goes_on_bitwise(lab_of, tmp_path, num_stages, num_replicas, optimizer):
+    lab = lab_of(num_stages * num_replicas)
+    options = {"num_replicas": num_replicas, "optimizer": optimizer}
+    pipe = make_pipe(lab, **options)
+    train(pipe, range(3))
+    pipe.save_state(tmp_path / "state")
+    losses = train(pipe, range(3, 6))
+
+    resumed = make_pipe(lab, **options)  # its own weights are the ones from before the training
+    resumed.load_state(tmp_path / "state")
+    assert train(resumed, range(3, 6)) == losses
+    assert same(resumed.state_dict(), pipe.state_dict())
+    resumed.load_state(tmp_path / "state")  # and into a pipeline that has gone on
+    assert train(resumed, range(3, 6)) == losses
+
+
+def test_gradients_on_their_way_to_an_update_are_kept(lab_of, tmp_path):
+    pipe = make_pipe(lab_of(2))
+    train(pipe, range(1))
+    x, y = make_batch(7)
+    pipe.step(gl.gpipe(2, 3), x, y, update=False)
+    pipe.save_state(tmp_path)
+    resumed = make_pipe(lab_of(2))
+    resumed.load_state(tmp_path)
+    assert same(resumed.gradients(), pipe.gradients())
+    runs = [p.step(gl.gpipe(2, 3), x, y) for p in (pipe, resumed)]
+    assert runs[0].grad_norm == runs[1].grad_norm
+    assert same(resumed.state_dict(), pipe.state_dict())
+    resumed.save_state(tmp_path)  # after an update there are none
+    pipe.load_state(tmp_path)
+    assert pipe.gradients() == {}
+
+
+@pytest.mark.parametrize(("num_stages", "num_replicas"), [(1, 1), (2, 1), (8, 1), (2, 2)])
+def test_saved_at_four_stages_loaded_at_any_number(lab_of, tmp_path, num_stages, num_replicas):
+    pipe = make_pipe(lab_of(4))
+    train(pipe, range(2))
+    pipe.save_state(tmp_path)
+    saved = pipe.state_dict()
+    losses = train(pipe, range(2, 5))
+    other = make_pipe(lab_of(num_stages * num_replicas), num_replicas=num_replicas)
+    other.load_state(tmp_path)
+    assert same(other.state_dict(), saved)
+    assert train(other, range(2, 5)) == pytest.approx(losses, rel=1e-5)
+
+
+def test_weights_in_plain_torch(lab_of, tmp_path):
+    pipe = make_pipe(lab_of(4))
+    train(pipe, range(2))
+    save = pipe.save_state(tmp_path / "state")
+    model = make_model()
+    model.load_state_dict(gl.load_weights(tmp_path / "state"))
+    assert same(model.state_dict(), pipe.state_dict())
+    dcp_to_torch_save(save, tmp_path / "state.pt")  # torch's own tool reads it too
+    converted = torch.load(tmp_path / "state.pt", weights_only=False)
+    assert converted["training"]["steps"] == 2
+    assert converted["optimizer"]["0.weight"]["exp_avg"].shape == (8, 5)
+    assert same({name: converted["weights"][name] for name in model.state_dict()}, model.state_dict())
+
+
+class Head(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x):
+        return F.linear(x, self.weight)
+
+
+def tied_model(tied=True):
+    torch.manual_seed(0)
+    embedding = nn.Embedding(11, 8)
+    head = Head(embedding.weight if tied else nn.Parameter(embedding.weight.detach().clone()))
+    return nn.Sequential(embedding, nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), head)
+
+
+def test_a_tied_weight_is_saved_once(lab_of, tmp_path):
+    ids = torch.arange(12) % 11
+    options = {"loss_fn": F.cross_entropy, "optimizer": ADAM}
+    pipe = lab_of(4).pipeline(tied_model(), **options)
+    for _ in range(2):
+        pipe.step(gl.gpipe(4, 3), ids, ids)
+    save = pipe.save_state(tmp_path)
+    dcp_to_torch_save(save, tmp_path / "state.pt")
+    assert "4.weight" not in torch.load(tmp_path / "state.pt", weights_only=False)["weights"]
+    weights = gl.load_weights(tmp_path)
+    tied_model().load_state_dict(weights)
+    assert same({name: weights[name] for name in pipe.state_dict()}, pipe.state_dict())
+    losses = [pipe.step(gl.gpipe(4, 3), ids, ids).loss for _ in range(2)]
+    for num_stages in (1, 2, 4):
+        other = lab_of(num_stages).pipeline(tied_model(), **options)
+        other.load_state(tmp_path)
+        schedule = gl.gpipe(num_stages, 3)
+        assert [other.step(schedule, ids, ids).loss for _ in range(2)] == pytest.approx(losses, rel=1e-5)
+        state = other.state_dict()
+        assert torch.equal(state["0.weight"], state["4.weight"])
+    untied = lab_of(2).pipeline(tied_model(tied=False), **options)
+    untied.load_state(tmp_path)
+    assert same(untied.state_dict(), tied_model().state_dict() | {n: weights[n] for n in untied.state_dict()})
+    untied.step(gl.gpipe(2, 3), ids, ids)  # from here the two weights differ
+    untied.save_state(tmp_path)
+    pipe.load_state(tmp_path)
+    state = pipe.state_dict()
+    assert torch.equal(state["0.weight"], state["4.weight"])
+
+
+def by_decay(parameters):
+    biases = [p for name, p in parameters if name.endswith("bias")]
+    weights = [p for name, p in parameters if not name.endswith("bias")]
+    return torch.optim.AdamW([{"params": weights}, {"params": biases, "weight_decay": 0.0}], lr=0.05)
+
+
+def test_groups_of_an_optimizer_keep_their_settings(lab_of, tmp_path):
+    pipe = make_pipe(lab_of(4), optimizer=by_decay)
+    train(pipe, range(3))
+    pipe.save_state(tmp_path)
+    other = make_pipe(lab_of(2), optimizer=by_decay, scheduler=None)
+    other.load_state(tmp_path)
+    found = lab_of(2).launch(group_settings, other._key)
+    assert found == [[(0.025, 0.01), (0.025, 0.0)]] * 2
+    mixed = make_pipe(lab_of(2), scheduler=None)
+    with pytest.raises(gl.RankFailed, match="saved with the same settings"):
+        mixed.load_state(tmp_path)
+
+
+def group_settings(context, key):
+    groups = context.state[key].optimizer.param_groups
+    return [(group["lr"], group["weight_decay"]) for group in groups]
+
+
+def die_before_the_index_is_written(context):
+    """The next save gets all its data written on this rank, and then the process is gone."""
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    if context.rank == 0:
+        FileSystemWriter.finish = lambda self, metadata, results: os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_while_writing(context):
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    if context.rank == 1:
+        FileSystemWriter.write_data = lambda self, plan, planner: os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("crash", [die_before_the_index_is_written, die_while_writing])
+def test_a_crash_in_the_middle_leaves_the_previous_save(lab_of, tmp_path, crash):
+    lab = lab_of(2)
+    pipe = make_pipe(lab)
+    train(pipe, range(2))
+    first = pipe.save_state(tmp_path)
+    losses = train(pipe, range(2, 4))
+    lab.launch(crash)
+    with pytest.raises(gl.RankFailed, match="SIGKILL"):
+        pipe.save_state(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == [first.name, "save-000001.part"]
+    with pytest.raises(gl.PipelineLost):
+        pipe.state_dict()
+    pipe.load_state(tmp_path)  # brings it back
+    assert train(pipe, range(2, 4)) == losses
+    assert pipe.save_state(tmp_path).name == "save-000001"
+    assert os.listdir(tmp_path) == ["save-000001"]
+
+
+def test_a_rank_that_cannot_write_is_told(lab_of, tmp_path):
+    def break_disk(context, broken):
+        from torch.distributed.checkpoint import FileSystemWriter
+
+        if broken:
+            context.state["write_data"] = FileSystemWriter.write_data
+
+            def full(self, plan, planner):
+                raise OSError(28, "No space left on device")
+
+            FileSystemWriter.write_data = full
+        else:
+            FileSystemWriter.write_data = context.state["write_data"]
+
+    lab = lab_of(2)
+    pipe = make_pipe(lab)
+    pipe.save_state(tmp_path)
+    lab.launch(break_disk, True)
+    with pytest.raises(gl.RankFailed, match="could not be saved.*No space left on device"):
+        pipe.save_state(tmp_path)
+    pipe.load_state(tmp_path)  # on fresh workers, from the save that is left
+
+
+def test_what_is_not_there_is_refused(lab_of, tmp_path):
+    pipe = make_pipe(lab_of(2))
+    with pytest.raises(gl.InputError, match="a state is loaded from a folder"):
+        pipe.load_state(tmp_path / "nowhere")
+    with pytest.raises(gl.InputError, match="a state is loaded from a folder"):
+        gl.load_weights(tmp_path)
+    short = lab_of(2).pipeline(nn.Sequential(*list(make_model())[:4]))
+    short.save_state(tmp_path)
+    with pytest.raises(gl.RankFailed, match="a state has every weight"):
+        pipe.load_state(tmp_path)
+
+
+def test_a_state_without_an_optimizer_sets_the_weights_alone(lab_of, tmp_path):
+    plain = lab_of(2).pipeline(make_model(), loss_fn=F.mse_loss)
+    plain.save_state(tmp_path)
+    pipe = make_pipe(lab_of(2))
+    train(pipe, range(2))
+    pipe.load_state(tmp_path)
+    assert same(pipe.state_dict(), plain.state_dict())
+    plain.load_state(tmp_path)
