@@ -12,7 +12,6 @@ import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +22,6 @@ from .failures import PeerLost
 from .message import Message, MessageMeta, raw_bytes
 from .streams import CudaDevice, Device, now_ms
 
-GROUP_TIMEOUT = timedelta(minutes=30)
 _META_TAG = 1 << 20
 _TAGS_PER_STAGE = 2
 
@@ -221,6 +219,11 @@ class _EventFuture(Future):
         return self._event
 
 
+def open_links(kind: str, device: Device, *, strict: bool = False) -> Links:
+    """The links for a `DevicePlan` of this kind."""
+    return (NcclLinks if kind == "cuda" else Links)(device, strict=strict)
+
+
 def _work(posted: dist.Work | None) -> dist.Work:
     assert posted is not None, "this rank belongs to the default group"
     return posted
@@ -245,7 +248,7 @@ def _wait_all(works: list[Any]) -> float:
     """Wait for transfers; the time at which the last was done, in ms."""
     for work in works:
         try:
-            work.wait(GROUP_TIMEOUT)
+            work.wait()  # as long as the group's timeout
         except RuntimeError as error:
             raise PeerLost(f"transfer failed: {error}") from error
     return now_ms()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..engine.executor import RankResult, StepJob
-from ..engine.links import Links, NcclLinks
+from ..engine.links import Links, open_links
 from ..engine.loss import LossFn
 from ..engine.pipeline import Layer, PipelineSpec, RankPipeline
 from ..engine.profile import Profile, profile_layers
@@ -117,6 +117,5 @@ def _links(context: RankContext, strict: bool) -> Links:
     """This rank's links, made once for each process group."""
     key = "strict links" if strict else "links"
     if key not in context.groups:
-        kind = NcclLinks if context.device_plan.kind == "cuda" else Links
-        context.groups[key] = kind(_device(context), strict=strict)
+        context.groups[key] = open_links(context.device_plan.kind, _device(context), strict=strict)
     return context.groups[key]

@@ -1,0 +1,52 @@
+"""The command line of `gpipe_lab.train`, for one process or for those that torchrun starts.
+
+    python -m gpipe_lab.train --config data/train.toml
+    torchrun --nproc-per-node 4 -m gpipe_lab.train --config data/train.toml
+    torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29400 --max-restarts 3 \\
+        -m gpipe_lab.train --config data/train.toml                            # on each of two hosts
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from ..lab.failures import describe
+from .config import TrainConfig, read_config
+from .trainer import CurrentOp, Trainer
+from .world import join
+
+
+@record  # tells the launcher what was raised
+def train(config: TrainConfig) -> float:
+    """Train as `config` says, in this process and those started with it; the loss of the last step."""
+    board = CurrentOp()
+    try:
+        with join(config.pipeline.device, config.training.timeout_s) as world:
+            return Trainer(config, world, board).run()
+    except BaseException as error:
+        where = f"rank {os.environ.get('RANK', '0')}"
+        error.add_note(where if board.op is None else f"{where} in {describe(board.op)}")
+        raise
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m gpipe_lab.train", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--config", type=Path, required=True, help="a TOML file; see data/train.toml")
+    try:
+        train(read_config(parser.parse_args().config))
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # a thread may be waiting for a peer that is gone
+
+
+if __name__ == "__main__":
+    main()

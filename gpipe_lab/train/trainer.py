@@ -1,0 +1,187 @@
+"""The program of one rank: the course's GPT on the standard library's sources, step after step."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..engine.corpus import VOCABULARY, batch, corpus
+from ..engine.executor import RankResult
+from ..engine.layers import gpt, next_token_loss
+from ..engine.links import open_links
+from ..engine.loss import read_loss
+from ..engine.pipeline import RankPipeline
+from ..engine.saving import load_state, save_state, saves
+from ..engine.stage import StepContext
+from ..engine.streams import now_ms, open_device
+from ..lab.prepare import Plan, cut, plan_step, read_spec
+from ..lab.run import assemble
+from ..plan.ops import Op
+from ..plan.replicate import replicate
+from .clock import measure_offset
+from .config import TrainConfig
+from .world import World, require_same
+
+
+class CurrentOp:
+    """The board of a rank that has nobody watching: it says where a failure was."""
+
+    op: Op | None = None
+
+    def mark(self, op: Op) -> None:
+        self.op = op
+
+    def clear(self) -> None:
+        self.op = None
+
+
+class Trainer:
+    """One rank's stages and what it takes to train them. All ranks do everything together."""
+
+    def __init__(self, config: TrainConfig, world: World, board: CurrentOp) -> None:
+        self.config = config
+        self.world = world
+        self.text = corpus(config.training.corpus_bytes)
+        digest = hashlib.blake2b(self.text.numpy().tobytes(), digest_size=8).hexdigest()
+        require_same(
+            (config, digest),
+            "all ranks train the same way on the same text, that of one version of Python",
+            where="--config",
+            remedy="the same file and the same Python on all hosts",
+        )
+        model, training, layout = config.model, config.training, config.pipeline
+        torch.set_default_dtype(torch.float64 if training.precision == "float64" else torch.float32)
+        one = layout.make_schedule(layout.ranks_per_replica(world.num_ranks))
+        self.schedule = replicate(one, layout.num_replicas)
+        layers = gpt(
+            model.num_blocks,
+            width=model.width,
+            num_heads=model.num_heads,
+            vocabulary=VOCABULARY,
+            length=model.length,
+            dropout=model.dropout,
+        )
+        stages = cut(layers, self.schedule.num_stages)
+        self.layers_per_stage = [len(stage.layers) for stage in stages]
+        specs = read_spec(
+            stages,
+            self.schedule.stage_to_rank,
+            world.num_ranks,
+            seed=training.seed,
+            limit_bytes=None,
+            loss_fn=next_token_loss,
+            optimizer=functools.partial(
+                torch.optim.AdamW, lr=training.learning_rate, weight_decay=training.weight_decay
+            ),
+            scheduler=functools.partial(
+                torch.optim.lr_scheduler.LambdaLR, lr_lambda=training.learning_rate_factor
+            ),
+            max_norm=training.max_norm,
+            num_replicas=layout.num_replicas,
+        )
+        device = open_device(world.device)
+        self.groups: dict[Any, Any] = {}
+        self.links = open_links(world.device_plan.kind, device)
+        self.pipeline = RankPipeline(world.rank, specs[world.rank], device, board, self.groups)
+        self.loss = read_loss(next_token_loss)
+
+    def run(self) -> float:
+        """Train from the last save, or from the start, to the last step; the loss of the last step.
+
+        Every rank knows the losses; rank 0 prints them.
+        """
+        config = self.config
+        first = self.resume()
+        self.say(self.describe(first))
+        loss, started_ms, started_at = float("nan"), now_ms(), first
+        for step in range(first, config.training.num_steps):
+            done = step + 1
+            loss, norm = self.step(step)
+            is_last = done == config.training.num_steps
+            if done % config.log.every == 0 or is_last:
+                ms = (now_ms() - started_ms) / (done - started_at)
+                self.say(f"step {done}: loss {loss!r}, norm {norm:.4g}, {ms:.1f} ms a step")
+                started_ms, started_at = now_ms(), done
+            if config.save.folder and (done % config.save.every == 0 or is_last):
+                self.say(f"step {done}: saved in {save_state(self.pipeline, config.save.folder, done)}")
+        self.links.close()
+        return loss
+
+    def step(self, step: int) -> tuple[float, float]:
+        """One step, counted from 0: the loss of the whole batch and the norm of its gradients."""
+        is_traced = self.config.log.trace_file and step + 1 == self.config.log.trace_step
+        clock = measure_offset() if is_traced else None
+        plan = self.plan(step)
+        job = plan.jobs[self.world.rank]
+        result, loss, norm = self.pipeline.step(job, self.links, self.groups, update=True)
+        if clock is not None:
+            self.write_trace(clock.shift(result), plan, clock.error_ms, loss)
+        return loss, norm
+
+    def plan(self, step: int) -> Plan:
+        """A step's jobs; every rank works out the same ones from the same text."""
+        training, layout = self.config.training, self.config.pipeline
+        inputs, targets = batch(
+            self.text, step, rows=training.rows, length=self.config.model.length, seed=training.seed
+        )
+        autocast = torch.bfloat16 if training.precision == "bfloat16" else None
+        return plan_step(
+            self.schedule,
+            num_ranks=self.world.num_ranks,
+            layers_per_stage=self.layers_per_stage,
+            inputs=inputs,
+            targets=targets,
+            loss=self.loss,
+            checkpoint=layout.checkpoint,
+            step=StepContext(seed=training.seed, step=step, autocast=autocast),
+        )
+
+    def resume(self) -> int:
+        """Take on the last save, where there is one; the number of steps that it has behind it."""
+        folder = self.config.save.folder
+        if not folder:
+            return 0
+        found = [save.name for save in saves(folder)]
+        require_same(
+            found,
+            "all hosts see the same save folder",
+            where=f"[save] folder = {folder!r}",
+            remedy="a folder on a disk that all hosts share",
+        )
+        return load_state(self.pipeline, folder) if found else 0
+
+    def write_trace(self, result: RankResult, plan: Plan, error_ms: float, loss: float) -> None:
+        """Put all ranks' measurements together, on rank 0's clock, for Perfetto."""
+        found: list[Any] | None = [None] * self.world.num_ranks if self.world.rank == 0 else None
+        dist.gather_object((result, error_ms), found)
+        if found is None:
+            return
+        results = [each for each, _ in found]
+        label = self.world.device_plan.label
+        run = assemble(results, plan.schedule, loss=loss, device=label, paced=False)
+        path = run.trace.to_chrome(Path(self.config.log.trace_file))
+        error = max(error for _, error in found)
+        self.say(
+            f"step {self.config.log.trace_step}: trace in {path}, "
+            f"makespan {run.trace.makespan_ms:.1f} ms, bubble {run.trace.bubble_fraction:.1%}, "
+            f"clocks of the ranks within {error:.3f} ms"
+        )
+
+    def describe(self, first: int) -> str:
+        """What is about to run, in one line."""
+        schedule = self.schedule
+        start = f"resumed after step {first}" if first else "from the start"
+        return (
+            f"{schedule.name}: P = {schedule.ranks_per_replica}, M = {schedule.microbatches_per_replica}, "
+            f"replicas = {schedule.num_replicas}, {sum(self.layers_per_stage)} layers, "
+            f"{self.world.device_plan.label}; {start}"
+        )
+
+    def say(self, text: str) -> None:
+        if self.world.rank == 0:
+            print(text, flush=True)
