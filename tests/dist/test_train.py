@@ -42,7 +42,7 @@ every = 5
 every = 5
 trace_file = "{folder}.json"
 """
-NUM_STEPS = 40
+NUM_STEPS = 30
 
 
 def write_config(tmp_path, name, *, num_steps=NUM_STEPS, num_replicas=1, timeout_s=60):
@@ -132,7 +132,6 @@ def test_one_process_stopped_and_started_again(undisturbed, tmp_path):
     found, weights = undisturbed
     assert losses(printed + again) == found  # bitwise, at another number of stages
     assert same(gl.load_weights(folder), weights)
-    assert "resumed after step 40" in train(config)  # there is nothing left to do
 
 
 def test_replicas_of_pipelines(undisturbed, tmp_path):
@@ -201,14 +200,16 @@ def launch(host, store, config, log, nodes="2"):
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 @pytest.mark.parametrize("replaced", [True, False])
 def test_a_host_cut_off_in_the_middle(undisturbed, tmp_path, replaced):
-    config, folder = write_config(tmp_path, "state", timeout_s=8)
+    """Its cable is pulled and another host takes its place; or it dies and the first goes on alone."""
+    config, folder = write_config(tmp_path, "state", timeout_s=5)
     log = tmp_path / "log"
     nodes = "2" if replaced else "1:2"
     with two_hosts(shift_s=CLOCK_SHIFT_S) as (first, second), log.open("wb") as out:
         job = launch(first, first, config, out, nodes)
         launch(second, first, config, out, nodes)
         wait_for(lambda: saves(folder), job)
-        second.connect(up=False)
+        if replaced:
+            second.connect(up=False)  # no goodbye gets through: the first finds out by its own timeout
         second.kill()
         wait_for(lambda: "Traceback" in log.read_text(), job)
         steps_at_the_cut = losses(log.read_text())
