@@ -11,8 +11,8 @@ from torch import nn
 import gpipe_lab as gl
 
 ADAM = functools.partial(torch.optim.AdamW, lr=0.01)
-SHAPES = [(2, 2), (4, 2), (1, 3)]  # stages, replicas
-SCHEDULES = [gl.naive, gl.gpipe, gl.one_f_one_b]
+SHAPES = [(2, 2), (4, 2), (1, 3)]  # ranks of a pipeline, replicas
+SCHEDULES = ["naive", "gpipe", "one_f_one_b", "interleaved", "zero_bubble_h1", "zero_bubble_v"]
 MODES = ["never", "always", "except_last", "every:2"]
 
 
@@ -40,15 +40,16 @@ def distance(gradients, reference):
     return difference / math.sqrt(sum(g.square().sum().item() for g in reference.values()))
 
 
-@pytest.mark.parametrize("make", SCHEDULES)
-@pytest.mark.parametrize(("num_stages", "num_replicas"), SHAPES)
-def test_equal_to_one_process(lab_of, make, num_stages, num_replicas):
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("num_ranks", "num_replicas"), SHAPES)
+def test_equal_to_one_process(lab_of, name, num_ranks, num_replicas):
     model = make_model()
     x, y = make_batch(13)  # uneven over replicas and over micro-batches
     loss, reference = whole_batch(model, x, y)
-    for mode in MODES:
-        run = lab_of(num_stages * num_replicas).run(
-            make(num_stages, 3), model, x, y, loss_fn=F.mse_loss, checkpoint=mode, num_replicas=num_replicas
+    schedule = gl.SCHEDULES[name](num_ranks, 4 if num_ranks > 1 else 3)
+    for mode in MODES if "zero_bubble" not in name else MODES[:3]:
+        run = lab_of(num_ranks * num_replicas).run(
+            schedule, model, x, y, loss_fn=F.mse_loss, checkpoint=mode, num_replicas=num_replicas
         )
         assert distance(run.gradients(), reference) <= 1e-12, mode
         assert run.loss == pytest.approx(loss, rel=1e-12)
