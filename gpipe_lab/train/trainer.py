@@ -33,7 +33,7 @@ class CurrentOp:
 
     op: Op | None = None
 
-    def mark(self, op: Op) -> None:
+    def mark(self, op: Op, *, waits: bool = False) -> None:
         self.op = op
 
     def clear(self) -> None:
