@@ -1,5 +1,6 @@
 # make lab    set up and open the course        make test   set up and run everything that is checked
 # make course execute the chapters in place     make lint   ruff and mypy
+# make bench  measure the engine beside torch's, and redraw the README's picture
 
 PYTHON ?= python3
 VENV := .venv
@@ -7,7 +8,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 JUPYTER_FLAGS ?=
 
-.PHONY: lab test course lint clean
+.PHONY: lab test course bench lint clean
 
 lab: $(READY)
 	$(BIN)/jupyter lab notebooks/00_*.ipynb $(JUPYTER_FLAGS)
@@ -18,6 +19,10 @@ test: $(READY)
 
 course: $(READY)
 	$(BIN)/python -m gpipe_lab.course.publish notebooks/*.ipynb
+
+bench: $(READY)
+	$(BIN)/python -m gpipe_lab.bench --out data/runs/bench_cpu.csv
+	$(BIN)/python -m gpipe_lab.bench --picture data/runs/gpipe_p4_m8.png
 
 lint: $(READY)
 	$(BIN)/ruff check .
