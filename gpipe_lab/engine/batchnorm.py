@@ -66,6 +66,10 @@ class RunningStatistics:
         for layer in self._layers:
             layer.register_forward_pre_hook(self._watch)
 
+    def watches(self, module: nn.Module) -> bool:
+        """Whether the statistics of this layer are seen to here."""
+        return module in self._layers
+
     def begin(self) -> None:
         """From now on statistics are gathered, not moved."""
         self._gathered = {layer: _Gathered(layer) for layer in self._layers}

@@ -94,6 +94,7 @@ class Executor:
         self._begin(job, links)
         for index, op in enumerate(self.schedule.ops[self.rank]):
             self.board.mark(op)
+            self.ledger.doing = op
             if op.kind in COMPUTE:
                 self._compute(op, index)
             elif op.kind in SENDS:

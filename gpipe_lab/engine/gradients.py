@@ -7,10 +7,9 @@ from collections.abc import Collection, Iterator, Mapping
 import torch
 from torch import nn
 
+from ..plan.errors import InputError, require
 from .ledger import Ledger
 from .replicas import Replicas
-
-HALF = (torch.bfloat16, torch.float16)
 
 
 class GradientBook:
@@ -29,12 +28,21 @@ class GradientBook:
         self._before: dict[str, torch.Tensor] = {}
         self._sums: dict[str, torch.Tensor] = {}  # in float32, of parameters with fewer bits
         self._keys: dict[str, list[int]] = {}
+        self._keys_before: dict[str, list[int]] = {}
 
     def begin(self) -> None:
         """Set aside what earlier steps have accumulated."""
         for name, parameter in self.parameters.items():
+            require(
+                parameter.dtype is not torch.float16 or not parameter.requires_grad,
+                "weights are trained in bfloat16 or more: float16 would need its gradients scaled",
+                got=f"{name} in float16",
+                where="step",
+                remedy="model.bfloat16()",
+            )
             if parameter.grad is not None:
                 self._before[name] = parameter.grad
+                self._keys_before[name] = self._keys.pop(name, [])
                 parameter.grad = None
 
     def take_in(self) -> None:
@@ -43,7 +51,14 @@ class GradientBook:
             if parameter.grad is None:
                 continue
             held = parameter.grad
-            if parameter.dtype in HALF:
+            if held.layout is not torch.strided:
+                raise InputError(
+                    "gradients are dense tensors",
+                    got=f"a gradient of layout {held.layout}",
+                    where=name,
+                    remedy="nn.Embedding(..., sparse=False)",
+                )
+            if parameter.dtype is torch.bfloat16:
                 held = self._step_sum(name)
                 held.add_(parameter.grad)
                 parameter.grad = None
@@ -65,7 +80,7 @@ class GradientBook:
     def _step_sum(self, name: str) -> torch.Tensor:
         """The sum over this step's micro-batches, to be changed in place; zeros where there is none yet."""
         parameter = self.parameters[name]
-        if parameter.dtype in HALF:
+        if parameter.dtype is torch.bfloat16:
             return self._sums.setdefault(name, torch.zeros_like(parameter, dtype=torch.float32))
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -88,7 +103,7 @@ class GradientBook:
         """Add this step's gradients to the earlier ones."""
         for name, earlier in self._before.items():
             parameter = self.parameters[name]
-            self.ledger.release("gradients", self._keys.pop(name, []))
+            self.ledger.release("gradients", self._keys.pop(name, []) + self._keys_before.pop(name))
             parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
         self._before.clear()
         self._count()
@@ -110,7 +125,7 @@ class GradientBook:
 
     def squared_norm(self) -> float:
         """The sum of squares of this rank's gradients, in float64."""
-        return sum(gradient.double().square().sum().item() for _, gradient in self._owned())
+        return sum(_real(gradient).double().square().sum().item() for _, gradient in self._owned())
 
     def scale(self, factor: float) -> None:
         for parameter in self.parameters.values():
@@ -125,3 +140,7 @@ class GradientBook:
         for name, parameter in self.parameters.items():
             if parameter.grad is not None and id(parameter) not in self._borrowed:
                 yield name, parameter.grad
+
+
+def _real(gradient: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient

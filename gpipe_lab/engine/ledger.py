@@ -46,6 +46,7 @@ class Ledger:
         self._totals = [0] * len(CATEGORIES)
         self._storages: dict[int, _Storage] = {}  # by address
         self._lock = threading.RLock()  # on CUDA, autograd frees saved tensors from its own threads
+        self.doing: Op | None = None  # for an error; a message may pass the limit as well
         self._op: Op | None = None
         self._op_index = 0
         self._start: Any = None
@@ -148,7 +149,7 @@ class Ledger:
     def _over_limit(self) -> str:
         held = ", ".join(f"{name} {size:,} B" for name, size in self.totals.items() if size)
         return (
-            f"out of memory on rank {self.rank} in {self._op or 'set-up'}: {self.total:,} B held, "
+            f"out of memory on rank {self.rank} in {self.doing or 'set-up'}: {self.total:,} B held, "
             f"limit {self.limit_bytes:,} B (held: {held})"
         )
 

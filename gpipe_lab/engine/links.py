@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import cloudpickle
 import torch
 import torch.distributed as dist
 
@@ -116,7 +117,8 @@ class Links:
 
     def send_meta(self, meta: MessageMeta, to: int, tag: int) -> None:
         """Tell the receiving end what this and all later messages of the same signature look like."""
-        payload = torch.frombuffer(bytearray(pickle.dumps(meta)), dtype=torch.uint8)
+        data = cloudpickle.dumps(meta)  # a named tuple may be a notebook cell's own
+        payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         for t in (torch.tensor([payload.numel()]), payload):
             self._thread("meta", to).submit(_wait_all, [_isend(raw_bytes(t), to, _META_TAG + tag)])
 

@@ -82,7 +82,11 @@ def pack(tree: Tree, *, needs_gradient: list[bool], where: str) -> Message:
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself where its elements fill their memory without gaps or overlaps, else a copy."""
+    """The tensor itself where its elements fill their memory without gaps or overlaps, else a copy.
+
+    So is one that is only marked as conjugated or negated: its memory holds other numbers.
+    """
+    tensor = tensor.resolve_conj().resolve_neg()
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:

@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..plan.errors import require
 from ..plan.ops import Kind, Op
 from ..plan.trace import COMM_LANE, COMPUTE_LANE, Event
+from .buffers import Snapshot
 from .executor import Executor, RankResult, StepJob
 from .gradients import GradientBook
 from .ledger import Ledger
@@ -84,15 +86,43 @@ class RankPipeline:
         self.optimizer = spec.optimizer(trained) if spec.optimizer is not None and trained else None
         has_scheduler = spec.scheduler is not None and self.optimizer is not None
         self.scheduler = spec.scheduler(self.optimizer) if has_scheduler else None  # type: ignore[misc, arg-type]
+        self._require_plain_steps()
         self._optimizer_keys: list[int] = []
         self._gradients_are_used = False
+
+    def _require_plain_steps(self) -> None:
+        has_weights = any(p.requires_grad for p in self.parameters.values())
+        is_plain = isinstance(self.optimizer, torch.optim.Optimizer)
+        require(
+            self.spec.optimizer is None
+            or not has_weights
+            or (is_plain and not isinstance(self.optimizer, torch.optim.LBFGS)),
+            "optimizer gives a torch Optimizer whose step needs no closure",
+            got=type(self.optimizer).__name__,
+            where="optimizer",
+            remedy="functools.partial(torch.optim.SGD, lr=0.1)",
+        )
+        require(
+            not isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau),
+            "scheduler gives one whose step needs no metric",
+            got=type(self.scheduler).__name__,
+            where="scheduler",
+            remedy="functools.partial(torch.optim.lr_scheduler.StepLR, step_size=10)",
+        )
 
     def _build(self, spec: StageSpec) -> Stage:
         layers = []
         for position, layer in enumerate(spec.layers):
             if not isinstance(layer, nn.Module):
                 self.device.seed(init_seed(self.spec.seed, spec.first_layer + position))
-                layer = layer()
+                built = layer()
+                require(
+                    isinstance(built, nn.Module),
+                    "a layer is an nn.Module, or a function without arguments that builds one",
+                    got=type(built).__name__,
+                    where=f"layer {spec.names[position]!r}",
+                )
+                layer = built
             layers.append(layer)
         return Stage(spec.index, layers, spec.first_layer, self.device, self.ledger)
 
@@ -149,6 +179,9 @@ class RankPipeline:
         self.executor.board.clear()
 
     def _update(self, norm: float) -> Event:
+        op = Op(Kind.STEP, min(self.stages), 0)
+        self.executor.board.mark(op)
+        self.ledger.doing = op
         start = self.device.stamp()
         if self.spec.max_norm is not None:
             self.gradients.scale(min(1.0, self.spec.max_norm / (norm + 1e-6)))  # as clip_grad_norm_
@@ -159,7 +192,8 @@ class RankPipeline:
             self.scheduler.step()
         self._gradients_are_used = True
         started, ended = self.device.times([start, self.device.stamp()])
-        return Event(self.rank, COMPUTE_LANE, Op(Kind.STEP, min(self.stages), 0), started, ended)
+        self.executor.board.clear()
+        return Event(self.rank, COMPUTE_LANE, op, started, ended)
 
     def count_optimizer(self) -> None:
         """Tell the ledger what the optimizer holds now."""
@@ -175,6 +209,10 @@ class RankPipeline:
         scales = job.scales or (0.0,) * len(job.sizes)
         (loss,) = _sum_over_ranks([sum(scales[m] * loss for m, loss in result.losses.items())])
         return result, loss
+
+    def snapshot(self) -> Snapshot:
+        """The buffers of all layers here, as they are now."""
+        return Snapshot(module for _, layer in self._layers() for module in layer.modules())
 
     def zero_grad(self) -> None:
         self.gradients.zero()
@@ -195,6 +233,10 @@ class RankPipeline:
         if self._gradients_are_used:
             return {}
         return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """What `load_state_dict` here has to be given: the shapes of weights and buffers, by name."""
+        return {name: tuple(value.shape) for name, value in self.weights().items()}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Load the entries that belong to the stages here; raises `RuntimeError` where one is missing."""

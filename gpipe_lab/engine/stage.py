@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,45 +11,13 @@ import torch
 from torch import nn
 
 from .batchnorm import RunningStatistics
+from .buffers import Buffers, Changes, as_before
+from .entry import Entry, enter, tell_of_changes
 from .ledger import Ledger
 from .seeding import layer_seed
 from .split import Deferred, DeferWeights
 from .streams import Device
-from .tree import Tree, flatten, map_tensors, tensors, unflatten
-
-
-class _Entry(torch.autograd.Function):
-    """Where a stage's graph begins: its input as tensors of the graph, its gradient caught on the way out.
-
-    The graph does not keep the input alive unless an operation saves it, and a first layer may modify it
-    in place, which autograd forbids for leaves.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: torch.Tensor, entry: Entry, inputs: list[torch.Tensor]
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.entry = entry
-        return tuple(t.data for t in inputs)  # .data: an alias that autograd does not take for a view
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None, None]:
-        ctx.entry.gradients = list(gradients)
-        return None, None, None
-
-
-class Entry:
-    """The gradients of those input tensors that need one: zeros unless the backward gives others."""
-
-    def __init__(self, inputs: list[torch.Tensor]) -> None:
-        self._like = [(t.shape, t.dtype, t.device) for t in inputs]
-        self.gradients: list[torch.Tensor | None] = [None] * len(inputs)
-
-    def filled(self) -> list[torch.Tensor]:
-        return [
-            torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
-            for gradient, (shape, dtype, device) in zip(self.gradients, self._like, strict=True)
-        ]
+from .tree import Tree, map_tensors, tensors
 
 
 @dataclass(frozen=True)
@@ -89,7 +57,8 @@ class Held:
     """What a stage keeps of a micro-batch between its forward and its backward.
 
     segments has the positions of the layers of each segment: one segment unless checkpointing cuts more.
-    boundaries are the kept inputs of segments, with what the ledger is to release.
+    boundaries are the kept inputs of segments, with what the ledger is to release; earlier_buffers what
+    buffers were, where the segment's forward has changed them.
     """
 
     step: StepContext
@@ -99,6 +68,7 @@ class Held:
     deferred: Deferred | None = None
     graphs: dict[int, Graph] = field(default_factory=dict)
     boundaries: dict[int, tuple[Tree, list[int]]] = field(default_factory=dict)
+    earlier_buffers: dict[int, Buffers] = field(default_factory=dict)
     gradients: list[torch.Tensor] = field(default_factory=list)  # of the segment whose backward ran last
 
 
@@ -131,7 +101,9 @@ class Stage:
         self._held: dict[int, Held] = {}
         self._anchor = torch.empty(0, requires_grad=True, device=device.torch_device)
         ledger.hold("parameters", self.layers.parameters())
-        ledger.hold("buffers", self.layers.buffers())
+        self._buffers: list[torch.Tensor] = []
+        self._buffer_keys: list[int] = []
+        self._count_buffers()
 
     def forward(
         self,
@@ -164,7 +136,9 @@ class Stage:
             for segment, layers in enumerate(segments):
                 held.boundaries[segment] = value, self.ledger.hold("boundary", tensors(value))
                 shielded = map_tensors(torch.clone, value)  # a layer that works in place must not reach it
+                changes = Changes(self._stateful(layers))
                 value = self._run(layers, microbatch, shielded, step)
+                held.earlier_buffers[segment] = changes.before()
             return self._finish(value, self._flags(value, needs_gradient), objective, step)
 
     def recompute(self, microbatch: int, segment: int) -> None:
@@ -173,7 +147,8 @@ class Stage:
         inputs, _ = held.boundaries[segment]
         flags = held.needs_gradient if segment == 0 else self._flags(inputs, held.needs_gradient)
         self.statistics.recomputing = True
-        self._with_graph(microbatch, segment, inputs, flags, "recomputed")
+        with as_before(held.earlier_buffers.pop(segment)):
+            self._with_graph(microbatch, segment, inputs, flags, "recomputed")
         self.statistics.recomputing = False
 
     def backward(
@@ -215,6 +190,7 @@ class Stage:
     def begin(self, *, training: bool) -> None:
         """Start a step."""
         self._held.clear()
+        self._count_buffers()
         for module, trains in self._trains.items():
             module.training = training and trains
         if training:
@@ -223,6 +199,12 @@ class Stage:
     def end(self) -> None:
         """Finish a step: batch norm's running statistics move once."""
         self.statistics.end()
+
+    def _count_buffers(self) -> None:
+        """Hold them in the ledger, and alive: one that a layer replaces leaves its address to no other."""
+        self.ledger.release("buffers", self._buffer_keys)
+        self._buffers = list(self.layers.buffers())
+        self._buffer_keys = self.ledger.hold("buffers", self._buffers)
 
     @property
     def _all(self) -> range:
@@ -235,24 +217,19 @@ class Stage:
         objective = held.objective if segment == len(held.segments) - 1 else None
         putting_off = nullcontext() if held.deferred is None else DeferWeights(held.deferred)
         with torch.enable_grad(), self.ledger.saving(category), putting_off:
-            entered, entry = self._enter(inputs, flags)
+            entered, entry = enter(inputs, flags, self._anchor)
+            versions = [t._version for t in tensors(entered)]
             output = self._run(held.segments[segment], microbatch, entered, held.step)
             result = self._finish(output, self._flags(output, flags), objective, held.step)
+        tell_of_changes(inputs, entered, versions)
         held.graphs[segment] = Graph(_roots(result), entry)
         loss = None if result.loss is None else result.loss.detach()
         return StageOutput(map_tensors(torch.Tensor.detach, output), result.needs_gradient, loss)
 
-    def _enter(self, inputs: Tree, flags: list[bool]) -> tuple[Tree, Entry | None]:
-        leaves, spec = flatten(inputs)
-        positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        wanted = [i for i, needed in zip(positions, flags, strict=True) if needed]
-        if not wanted:
-            return inputs, None
-        entry = Entry([leaves[i] for i in wanted])
-        entered = _Entry.apply(self._anchor, entry, [leaves[i] for i in wanted])
-        for i, tensor in zip(wanted, entered, strict=True):
-            leaves[i] = tensor
-        return unflatten(leaves, spec), entry
+    def _stateful(self, layers: range) -> Iterator[nn.Module]:
+        """The modules of these layers whose buffers a forward may change; batch norm's are seen to apart."""
+        for position in layers:
+            yield from (m for m in self.layers[position].modules() if not self.statistics.watches(m))
 
     def _run(self, layers: range, microbatch: int, value: Tree, step: StepContext) -> Tree:
         with self._numerics(step):
@@ -279,6 +256,12 @@ class Stage:
             raise TypeError(
                 f"rule:   a loss is one number, a tensor of shape ()\ngot:    {got}\nwhere:  loss_fn\n"
                 "remedy: return the mean over the rows"
+            )
+        if torch.is_grad_enabled() and any(flags) and not loss.requires_grad:
+            raise TypeError(
+                "rule:   a loss is computed from the model's output, so that it has a gradient\n"
+                "got:    a loss without one\nwhere:  loss_fn\n"
+                "remedy: leave out detach(), item() and torch.no_grad()"
             )
         return StageOutput(output, flags, loss)
 

@@ -7,11 +7,13 @@ one anchor per step, so that nothing inside a step has to wait for the device.
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from .tree import Tree, map_tensors
@@ -58,7 +60,7 @@ class CpuDevice:
         """Everything issued has run."""
 
     def seed(self, seed: int) -> None:
-        torch.default_generator.manual_seed(seed)
+        _seed_host(seed)
 
     def place(self, tree: Tree) -> Tree:
         return tree
@@ -97,7 +99,7 @@ class CudaDevice:
         torch.cuda.current_stream().synchronize()
 
     def seed(self, seed: int) -> None:
-        torch.default_generator.manual_seed(seed)
+        _seed_host(seed)
         torch.cuda.manual_seed(seed)
 
     def place(self, tree: Tree) -> Tree:
@@ -109,6 +111,13 @@ class CudaDevice:
         self.comm_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.comm_stream):
             yield
+
+
+def _seed_host(seed: int) -> None:
+    """Every generator that a layer may draw from without owning it."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
 
 
 def open_device(name: str) -> Device:

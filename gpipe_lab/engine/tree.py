@@ -53,7 +53,10 @@ def _build(leaves: Iterator[Any], spec: TreeSpec) -> Tree:
         return next(leaves)
     values = [_build(leaves, child) for child in spec.children]
     if issubclass(spec.container, dict):
-        return spec.container(zip(spec.keys, values, strict=True))
+        mapping = spec.container()  # a defaultdict takes no items here, and loses its default
+        for key, value in zip(spec.keys, values, strict=True):
+            mapping[key] = value
+        return mapping
     if hasattr(spec.container, "_make"):  # a named tuple takes its fields one by one
         return spec.container._make(values)
     return spec.container(values)

@@ -43,8 +43,10 @@ def run_once(
     pipeline = _build(context, spec)
     jobs = [warm_up] if warm_up is not None else []
     steps = []
+    start = pipeline.snapshot()
     for this in (*jobs, *[job] * repeats):
         pipeline.zero_grad()
+        start.restore()
         steps.append(_step(context, pipeline, this, strict, update=False))
     return [(result, loss) for result, loss, _ in steps[len(jobs) :]], pipeline.gradients.copies()
 

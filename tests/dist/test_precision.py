@@ -69,3 +69,7 @@ def test_float16_is_refused(lab_of):
     x, y = make_batch()
     with pytest.raises(gl.InputError, match="bfloat16"):
         lab_of(2).run(gl.gpipe(2, 2), make_model(), x, y, loss_fn=F.mse_loss, autocast=torch.float16)
+    with pytest.raises(gl.RankFailed, match="bfloat16"):
+        lab_of(2).run(
+            gl.gpipe(2, 2), make_model(torch.float16), x.half(), y.half(), loss_fn=F.mse_loss
+        )

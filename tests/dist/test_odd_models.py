@@ -1,0 +1,252 @@
+"""Layers with state, with random numbers of their own, or in place, and odd things over a boundary."""
+
+import collections
+import copy
+import math
+import random
+import sys
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gpipe_lab as gl
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # as if all this were defined in a cell
+
+MODES = ["never", "always", "every:1", "except_last"]
+M = 4
+
+
+def batch():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(8, 6, generator=generator, dtype=torch.float64) for _ in range(2)]
+
+
+def linear():
+    return nn.Linear(6, 6).double()
+
+
+def one_process(model):
+    """Gradients of the same micro-batches, one after the other; the model stays as it is."""
+    model = nn.Sequential(*copy.deepcopy(list(model))).train()
+    x, y = batch()
+    for part, target in zip(x.chunk(M), y.chunk(M), strict=True):
+        (F.mse_loss(model(part), target) / M).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, model
+
+
+def distance(mine, theirs):
+    assert set(mine) == set(theirs)
+    difference = math.sqrt(sum((mine[n] - g).abs().square().sum().item() for n, g in theirs.items()))
+    return difference / math.sqrt(sum(g.abs().square().sum().item() for g in theirs.values()))
+
+
+def assert_equal_to_one_process(lab, model, *, modes=MODES):
+    expected, _ = one_process(model)
+    for mode in modes:
+        for make in (gl.gpipe, gl.one_f_one_b):
+            run = lab.run(make(lab.num_ranks, M), model, *batch(), loss_fn=F.mse_loss, checkpoint=mode)
+            assert distance(run.gradients(), expected) <= 1e-12, (mode, make)
+
+
+class Counts(nn.Module):
+    """Scales by the number of calls so far, which it keeps in a buffer, anew or in place."""
+
+    def __init__(self, in_place):
+        super().__init__()
+        self.in_place = in_place
+        self.register_buffer("calls", torch.ones((), dtype=torch.float64))
+        self.linear = linear()
+
+    def forward(self, x):
+        if self.in_place:
+            self.calls += 1
+        else:
+            self.calls = self.calls + 1
+        return self.linear(x) * self.calls.item()
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_layer_with_state_is_recomputed_with_the_state_of_its_forward(lab_of, in_place):
+    model = [Counts(in_place), linear(), Counts(in_place), linear()]
+    assert_equal_to_one_process(lab_of(2), model)
+    for mode in MODES:
+        pipe = lab_of(2).pipeline(model, loss_fn=F.mse_loss)
+        pipe.step(gl.gpipe(2, M), *batch(), update=False, checkpoint=mode)
+        assert pipe.state_dict()["0.calls"] == 1 + M, "moved once for each micro-batch, never in a recompute"
+
+
+def test_spectral_and_instance_norm(lab_of):
+    instance_norm = nn.InstanceNorm1d(2, track_running_stats=True).double()
+    model = [
+        nn.Sequential(nn.Unflatten(1, (2, 3)), instance_norm, nn.Flatten(1)),
+        nn.utils.spectral_norm(linear()),
+        linear(),
+    ]
+    assert_equal_to_one_process(lab_of(2), model)
+    _, trained = one_process(model)
+    for mode in MODES:
+        pipe = lab_of(2).pipeline(model, loss_fn=F.mse_loss)
+        pipe.step(gl.gpipe(2, M), *batch(), update=False, checkpoint=mode)
+        state = pipe.state_dict()
+        for name in ("0.1.running_mean", "0.1.running_var", "1.weight_u"):
+            assert torch.allclose(state[name], trained.state_dict()[name], rtol=1e-12, atol=1e-14), (name, mode)
+
+
+def test_repeats_start_from_the_same_state(lab_of):
+    model = [Counts(True), linear()]
+    runs = [
+        lab_of(2).run(gl.gpipe(2, M), model, *batch(), loss_fn=F.mse_loss, repeats=n, warmup=warm_up)
+        for n, warm_up in [(1, False), (1, True), (3, False)]
+    ]
+    assert len({run.loss for run in runs}) == 1
+
+
+class Draws(nn.Module):
+    """Random by Python's and numpy's generators, as layer drop often is."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = linear()
+
+    def forward(self, x):
+        return x + self.linear(x) * random.random() * np.random.rand()
+
+
+def test_pythons_and_numpys_random_numbers_are_keyed_as_torchs(lab_of):
+    model = [Draws() for _ in range(4)]
+    runs = [
+        lab_of(p).run(make(p, M), model, *batch(), loss_fn=F.mse_loss, checkpoint=mode)
+        for p in (1, 2)
+        for make in (gl.gpipe, gl.one_f_one_b)
+        for mode in MODES
+    ]
+    assert len({run.loss for run in runs}) == 1
+    for run in runs:
+        assert distance(run.gradients(), runs[0].gradients()) <= 1e-12
+
+
+class Triples(nn.Module):
+    def __init__(self, in_place):
+        super().__init__()
+        self.in_place = in_place
+
+    def forward(self, x):
+        return x.mul_(3.0) if self.in_place else x * 3.0
+
+
+def test_an_in_place_layer_after_a_stage_on_the_same_rank(lab_of):
+    """Stages 1 and 2 of the V are on rank 1, and pass on what they make without a message."""
+    schedule = gl.zero_bubble_v(2, M)
+
+    def model(last_of_stage_1, in_place):
+        return [linear(), last_of_stage_1, Triples(in_place), linear()]
+
+    torch.manual_seed(0)
+    keeps_no_output = model(linear(), True)
+    run = lab_of(2).run(schedule, keeps_no_output, *batch(), loss_fn=F.mse_loss)
+    keeps_no_output[2] = Triples(False)
+    assert distance(run.gradients(), one_process(keeps_no_output)[0]) <= 1e-12
+    with pytest.raises(gl.RankFailed, match="modified in place"):  # as in one process: tanh needs its output
+        lab_of(2).run(schedule, model(nn.Tanh(), True), *batch(), loss_fn=F.mse_loss)
+
+
+Pair = collections.namedtuple("Pair", "left right")
+
+
+class Makes(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.linear = linear()
+
+    def forward(self, x):
+        y = self.linear(x)
+        match self.kind:
+            case "named tuple":
+                return Pair(y, x)
+            case "defaultdict":
+                return collections.defaultdict(list, left=y, right=x)
+            case "sorted":
+                return y.sort(dim=1)
+            case "conjugated":
+                return torch.complex(y, x).conj()
+            case "negated":
+                return torch.complex(x, y).conj().imag
+            case "views":
+                return y, y[:, :2], y.t(), y[:1].expand(3, 6), y.sum(), y[:0]
+
+
+class Takes(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.linear = linear()
+
+    def forward(self, value):
+        match self.kind:
+            case "named tuple":
+                assert isinstance(value, Pair)
+                return self.linear(value.left) + value.right
+            case "defaultdict":
+                return self.linear(value["left"]) + value["right"]
+            case "sorted":
+                return self.linear(value.values) + value.indices
+            case "conjugated":
+                return self.linear(value.real) * value.imag
+            case "negated":
+                return self.linear(value)
+            case "views":
+                y, part, turned, wide, total, nothing = value
+                return self.linear(y) * part.sum() + turned.t() + wide.mean() + total + nothing.sum()
+
+
+@pytest.mark.parametrize("kind", ["named tuple", "defaultdict", "sorted", "conjugated", "negated", "views"])
+def test_what_crosses_a_boundary(lab_of, kind):
+    assert_equal_to_one_process(lab_of(2), [linear(), Makes(kind), Takes(kind), linear()])
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6, dtype=torch.complex128))
+
+    def forward(self, x):
+        return (x.to(self.weight.dtype) @ self.weight).abs()
+
+
+def test_the_norm_of_complex_gradients(lab_of):
+    model = [Complex(), linear()]
+    expected, _ = one_process(model)
+    pipe = lab_of(2).pipeline(model, loss_fn=F.mse_loss)
+    run = pipe.step(gl.gpipe(2, M), *batch(), update=False)
+    assert distance(run.gradients() or pipe.gradients(), expected) <= 1e-12
+    assert run.grad_norm == pytest.approx(math.sqrt(sum(g.abs().square().sum() for g in expected.values())))
+
+
+def test_a_loss_without_a_gradient_is_refused(lab_of):
+    model = [linear(), linear()]
+    for mode in MODES:
+        with pytest.raises(gl.RankFailed, match=r"detach\(\)"):
+            lab_of(2).run(
+                gl.gpipe(2, M),
+                model,
+                *batch(),
+                loss_fn=lambda output, target: F.mse_loss(output.detach(), target),
+                checkpoint=mode,
+            )
+    for layer in model:
+        layer.requires_grad_(False)
+    run = lab_of(2).run(gl.gpipe(2, M), model, *batch(), loss_fn=F.mse_loss)
+    assert run.gradients() == {}, "a frozen model has none to give"
+
+
+def test_sparse_gradients_are_refused(lab_of):
+    model = [nn.Embedding(5, 6, sparse=True).double(), linear()]
+    ids, (_, y) = torch.arange(8) % 5, batch()
+    with pytest.raises(gl.RankFailed, match="sparse=False"):
+        lab_of(2).run(gl.gpipe(2, M), model, ids, y, loss_fn=F.mse_loss)
