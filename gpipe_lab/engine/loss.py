@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,12 @@ class LossRule:
         if self.weight is None:
             return [1.0] * len(targets)
         weights = [float(self.weight(t, n)) for t, n in zip(targets, sizes, strict=True)]
+        require(
+            all(math.isfinite(w) and w >= 0 for w in weights),
+            "the weight of a micro-batch is a finite number, not negative",
+            got=f"weights {weights}",
+            where="loss_weight",
+        )
         total = sum(weights)
         return [w / total if total else 0.0 for w in weights]
 
@@ -55,6 +62,20 @@ def read_loss(
     require(
         callable(loss_fn), "loss_fn is a function of (output, target)", got=repr(loss_fn), where="loss_fn"
     )
+    require(
+        not (isinstance(loss_fn, torch.nn.Module) and any(p.requires_grad for p in loss_fn.parameters())),
+        "a loss has no weights to train: only the model's are",
+        got=f"{type(loss_fn).__name__} with parameters",
+        where="loss_fn",
+        remedy="make its weights part of the model's last layer, or loss_fn.requires_grad_(False)",
+    )
+    require(
+        loss_weight is None or callable(loss_weight),
+        "loss_weight is a function from a target to its weight",
+        got=f"loss_weight={loss_weight!r}",
+        where="loss_fn",
+        remedy="loss_weight=lambda target: target.numel()",
+    )
     options = _torch_options(loss_fn)
     reduction = loss_reduction or options.get("reduction", "mean")
     require(
@@ -63,6 +84,21 @@ def read_loss(
         got=f"reduction={reduction!r}",
         where="loss_fn",
         remedy='reduction="mean"',
+    )
+    given = options.get("reduction", reduction)
+    require(
+        (given == "sum") == (reduction == "sum"),
+        "loss_reduction says what loss_fn does",
+        got=f"loss_reduction={reduction!r} for a loss with reduction={given!r}",
+        where="loss_fn",
+        remedy=f"loss_reduction={given!r}, or leave it out",
+    )
+    require(
+        reduction != "sum" or loss_weight is None,
+        "the weights of micro-batches are for means: losses that are sums add up",
+        got="loss_weight with a sum",
+        where="loss_fn",
+        remedy="leave out loss_weight",
     )
     if reduction == "sum":
         return LossRule(loss_fn, None)

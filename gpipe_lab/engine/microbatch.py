@@ -12,6 +12,15 @@ from .tree import Tree, flatten, map_tensors, tensors, unflatten
 
 def batch_size(batch: Tree) -> int:
     """Rows of a batch: the first dimension, the same for all its tensors. Raises `InputError` otherwise."""
+    leaves, _ = flatten(batch)
+    arrays = [leaf for leaf in leaves if hasattr(leaf, "shape") and not isinstance(leaf, torch.Tensor)]
+    require(
+        not arrays,
+        "what is split into micro-batches is tensors",
+        got=", ".join(type(array).__name__ for array in arrays),
+        where="batch",
+        remedy="torch.as_tensor(array)",
+    )
     shapes = [tuple(t.shape) for t in tensors(batch) if t.dim() > 0]
     require(
         len({shape[0] for shape in shapes}) == 1,

@@ -36,9 +36,10 @@ class Pace:
     def __post_init__(self) -> None:
         for name in (*MS_FIELDS, "flops_per_ms", "link_ms"):
             value = getattr(self, name)
-            numbers = [] if value is None else [value] if isinstance(value, int | float) else list(value)
+            is_list = isinstance(value, list | tuple) and name in MS_FIELDS
+            numbers = [] if value is None else list(value) if is_list else [value]
             require(
-                all(isinstance(x, int | float) and math.isfinite(x) and x >= 0 for x in numbers),
+                all(_is_number(x) and math.isfinite(x) and x >= 0 for x in numbers),
                 "a pace is a finite time in ms, not negative, or a list of them, one per stage",
                 got=f"{name}={value!r}",
                 where="Pace",
@@ -102,6 +103,10 @@ class Pace:
             case Kind.R:
                 return _at(self.recompute_ms, op.stage, forward) * scale / num_segments
         return 0.0
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool)
 
 
 def _at(value: float | Sequence[float] | None, stage: int, default: float = 0.0) -> float:

@@ -93,6 +93,7 @@ class Tied:
             group = _group(tie.holders, groups)
             if tie in self._parameters:
                 value = self._parameters[tie].detach()
+                _require_alike(tie, value, group)
                 host = value.cpu()
                 dist.broadcast(host, tie.owner, group=group)
                 value.copy_(host)
@@ -113,6 +114,18 @@ class Tied:
                 parameter.grad = host.to(gradient.device)
                 num_bytes[tie.holders] = num_bytes.get(tie.holders, 0) + host.nbytes
         return num_bytes
+
+
+def _require_alike(tie: Tie, value: torch.Tensor, group: Any) -> None:
+    """Compare a tied weight with its owner's: a transfer of another size would end the process."""
+    found: list[Any] = [None] * len(tie.holders)
+    dist.all_gather_object(found, f"{tuple(value.shape)} {value.dtype}", group=group)
+    require(
+        len(set(found)) == 1,
+        "tied weights have one shape and dtype",
+        got=", ".join(f"{what} on rank {rank}" for rank, what in zip(tie.holders, found, strict=True)),
+        where=f"ties, {tie.names}",
+    )
 
 
 def _group(ranks: tuple[int, ...], groups: dict[Any, Any]) -> Any:

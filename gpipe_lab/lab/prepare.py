@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ..engine.executor import StepJob
 from ..engine.loss import LossFn, LossRule, read_loss
@@ -18,7 +20,7 @@ from ..engine.pipeline import Layer, PipelineSpec, StageSpec
 from ..engine.stage import StepContext
 from ..engine.ties import Tie
 from ..engine.tree import Tree
-from ..plan.errors import require
+from ..plan.errors import InputError, is_count, require
 from ..plan.lowering import lower
 from ..plan.partition import uniform
 from ..plan.recompute import parse_mode, with_recompute
@@ -33,6 +35,16 @@ def named_layers(model: Any) -> tuple[tuple[str, ...], tuple[Layer, ...]]:
     """The layers of a model and their names: those of an `nn.Sequential`, or "0", "1", … of a list."""
     is_sequential = isinstance(model, nn.Sequential)
     is_list = isinstance(model, list | tuple | nn.ModuleList) and all(callable(layer) for layer in model)
+    has_own_call = is_sequential and (
+        type(model).forward is not nn.Sequential.forward or model._forward_hooks or model._forward_pre_hooks
+    )
+    require(
+        not has_own_call,
+        "an nn.Sequential is its layers one after the other: a forward or hooks of its own would be left out",
+        got=f"{type(model).__name__} with a forward or hooks of its own",
+        where="model",
+        remedy="write what it does besides as a layer, and give nn.Sequential(*layers)",
+    )
     require(
         is_sequential or is_list,
         "a model is an nn.Sequential, a list of layers, or a list of functions that each build one",
@@ -48,7 +60,32 @@ def named_layers(model: Any) -> tuple[tuple[str, ...], tuple[Layer, ...]]:
     else:
         names, layers = tuple(map(str, range(len(model)))), tuple(model)
     require(len(layers) > 0, "a model has at least one layer", got="no layers", where="model")
+    for name, layer in zip(names, layers, strict=True):
+        _require_usable(name, layer)
     return names, layers
+
+
+def _require_usable(name: str, layer: Layer) -> None:
+    if isinstance(layer, nn.Module):
+        require(
+            not any(is_lazy(p) for p in (*layer.parameters(), *layer.buffers())),
+            "a layer knows its sizes: the bytes and names of all weights are needed before any input",
+            got="a lazy layer that has seen no input",
+            where=f"layer {name!r}",
+            remedy="model(example_input) once before, or the layer with its sizes",
+        )
+        return
+    try:
+        inspect.signature(layer).bind()
+    except TypeError as error:
+        raise InputError(
+            "a layer is an nn.Module, or a function without arguments that builds one",
+            got=f"{getattr(layer, '__name__', layer)!r}: {error}",
+            where=f"layer {name!r}",
+            remedy="nn.ReLU() for torch.relu; a class with forward(self, x) for a function of x",
+        ) from error
+    except ValueError:
+        pass  # written in C: it says nothing of its arguments
 
 
 def cut(model: Any, num_stages: int, partition: Partition = "uniform") -> tuple[StageSpec, ...]:
@@ -74,8 +111,8 @@ def _spans(num_layers: int, num_stages: int, partition: Partition) -> tuple[rang
             remedy='partition=lab.profile(model, microbatch).sizes(num_stages, by="time")',
         )
         return uniform(num_layers, num_stages)
-    sizes = list(partition)
-    fits = all(isinstance(n, int) and n >= 1 for n in sizes) and sum(sizes) == num_layers
+    sizes = list(partition) if isinstance(partition, Iterable) else [partition]
+    fits = all(is_count(n) for n in sizes) and sum(sizes) == num_layers
     require(
         fits and len(sizes) == num_stages,
         "a partition gives every stage at least one layer and every layer to one stage",

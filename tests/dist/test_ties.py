@@ -23,6 +23,13 @@ class Head(nn.Module):
         return F.linear(self.norm(x), self.weight)
 
 
+def test_tied_factories_of_other_shapes_are_refused(lab_of):
+    model = [functools.partial(nn.Linear, 4, 4), functools.partial(nn.Linear, 4, 5)]
+    x, y = torch.randn(4, 4), torch.randn(4, 5)
+    with pytest.raises(gl.RankFailed, match="tied weights have one shape"):
+        lab_of(2).run(gl.gpipe(2, 2), model, x, y, loss_fn=F.mse_loss, ties=[("0.weight", "1.weight")])
+
+
 def make_model():
     torch.manual_seed(0)
     embedding = nn.Embedding(VOCABULARY, WIDTH)

@@ -33,6 +33,22 @@ def test_what_is_right_is_accepted():
     assert len(prepare(gl.gpipe(4, 8)).jobs) == 4
 
 
+class OwnForward(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x) + x
+
+
+def hooked():
+    model = nn.Sequential(nn.Linear(4, 4))
+    model.register_forward_hook(lambda module, inputs, output: output + 1)
+    return model
+
+
+class LossWithWeights(nn.Linear):
+    def forward(self, output, target):
+        return super().forward(output - target).square().mean()
+
+
 BAD = {
     "more stages than layers": lambda: cut(LAYERS, 5),
     "no layers": lambda: cut([], 1),
@@ -63,6 +79,26 @@ BAD = {
     "loss that is no function": lambda: read_loss("mse"),
     "loss not reduced": lambda: read_loss(nn.MSELoss(reduction="none")),
     "unknown reduction": lambda: read_loss(F.mse_loss, loss_reduction="median"),
+    "loss with weights to train": lambda: read_loss(LossWithWeights(4, 1)),
+    "loss that is a sum but called a mean": lambda: read_loss(
+        nn.MSELoss(reduction="sum"), loss_reduction="mean"
+    ),
+    "loss that is a mean but called a sum": lambda: read_loss(nn.MSELoss(), loss_reduction="sum"),
+    "weights for a sum": lambda: read_loss(F.mse_loss, loss_reduction="sum", loss_weight=len),
+    "a number for a weight": lambda: read_loss(F.mse_loss, loss_weight=2.0),
+    "negative weight": lambda: read_loss(F.mse_loss, loss_weight=lambda t: -1.0).scales([X], (8,)),
+    "nan weight": lambda: read_loss(F.mse_loss, loss_weight=lambda t: math.nan).scales([X], (8,)),
+    "an array in a batch": lambda: prepare(gl.gpipe(4, 4), inputs={"x": X, "mask": X.numpy()}),
+    "sequential with a forward of its own": lambda: cut(OwnForward(nn.Linear(4, 4)), 1),
+    "sequential with a hook": lambda: cut(hooked(), 1),
+    "a function for a layer": lambda: cut([nn.Linear(4, 4), lambda x: x], 1),
+    "a class that needs arguments for a layer": lambda: cut([nn.Linear], 1),
+    "lazy layer": lambda: cut([nn.LazyLinear(4)], 1),
+    "a number for a partition": lambda: cut(LAYERS, 2, 2),
+    "true for a pace": lambda: gl.Pace(forward_ms=True, backward_ms=1),
+    "tensor for a pace": lambda: gl.Pace(forward_ms=torch.tensor(1.0), backward_ms=1),
+    "link pace by stage": lambda: gl.Pace(forward_ms=1, backward_ms=1, link_ms=[1, 2]),
+    "rate by stage": lambda: gl.Pace(flops_per_ms=[1, 2]),
     "model that is one module": lambda: cut(nn.Linear(4, 4), 1),
     "partition that drops a layer": lambda: cut(LAYERS, 2, [1, 2]),
     "partition with an empty stage": lambda: cut(LAYERS, 2, [4, 0]),
