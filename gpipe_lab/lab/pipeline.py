@@ -176,8 +176,24 @@ class Pipeline:
         autocast: torch.dtype | None,
         seed: int,
     ) -> None:
+        for name, function in (("optimizer", optimizer), ("scheduler", scheduler)):
+            require(
+                function is None or callable(function),
+                f"{name} is a function that makes one, on every rank for the weights there",
+                got=f"{name}={function!r}",
+                where="Lab.pipeline",
+                remedy="optimizer=functools.partial(torch.optim.SGD, lr=0.1)",
+            )
         require(
-            max_norm is None or (math.isfinite(max_norm) and max_norm > 0),
+            scheduler is None or optimizer is not None,
+            "a scheduler needs an optimizer",
+            got="optimizer=None",
+            where="Lab.pipeline",
+            remedy="optimizer=functools.partial(torch.optim.SGD, lr=0.1)",
+        )
+        require(
+            max_norm is None
+            or (isinstance(max_norm, int | float) and math.isfinite(max_norm) and max_norm > 0),
             "max_norm is a positive number",
             got=f"max_norm={max_norm!r}",
             where="Lab.pipeline",
@@ -271,15 +287,35 @@ class Pipeline:
         """Set the weights and buffers; brings back a pipeline that was lost, with a new optimizer."""
         if self._is_lost:
             self._build()
+        self._require_fitting(state)
         parts = [("load_state_dict", self._part(state, stage)) for stage in range(self.num_stages)]
         self._call(jobs.ask, parts * self.num_replicas)
+
+    def _require_fitting(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Raise `InputError` for a state of another model; the weights then stay as they are."""
+        expected = _joined(self._ask("shapes"))
+        given = {name: tuple(value.shape) for name, value in state.items()}
+        wrong = [f"no {name}" for name in expected if name not in given]
+        wrong += [f"{name}, which the model has not" for name in given if name not in expected]
+        wrong += [
+            f"{name} of shape {given[name]} for {shape}"
+            for name, shape in expected.items()
+            if given.get(name, shape) != shape
+        ]
+        require(
+            not wrong,
+            "a state has the weights and buffers of the whole model, as pipe.state_dict() does",
+            got="; ".join(wrong[:5]) + (f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""),
+            where="Pipeline.load_state_dict",
+        )
 
     def save(self, path: str | Path) -> Path:
         """Write `state_dict` with torch.save, whole or not at all."""
         path = Path(path)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
-            torch.save(self.state_dict(), file)
-        os.replace(file.name, path)
+        state = self.state_dict()
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as folder:
+            torch.save(state, unfinished := os.path.join(folder, path.name))
+            os.replace(unfinished, path)
         return path
 
     def load(self, path: str | Path) -> None:

@@ -182,9 +182,80 @@ def test_two_pipelines_on_one_lab_do_not_mix(lab_of):
     second.step(gl.gpipe(2, 2), x, y)
 
 
-def test_missing_weights_are_named(lab_of):
+def test_a_state_of_another_model_is_refused_and_the_pipeline_goes_on(lab_of):
     pipe = lab_of(2).pipeline(make_model(), loss_fn=F.mse_loss)
     state = pipe.state_dict()
-    del state["3.0.weight"]
-    with pytest.raises(gl.RankFailed, match=r"0\.weight"):
-        pipe.load_state_dict(state)
+    missing = {name: value for name, value in state.items() if name != "7.0.bias"}
+    for wrong, told in [
+        (state | {"8.0.bias": torch.zeros(6)}, "8.0.bias, which the model has not"),
+        (missing, "no 7.0.bias"),
+        (state | {"0.0.weight": torch.zeros(2, 2)}, r"0.0.weight of shape \(2, 2\)"),
+    ]:
+        with pytest.raises(gl.InputError, match=told):
+            pipe.load_state_dict(wrong)
+    assert all(torch.equal(value, state[name]) for name, value in pipe.state_dict().items())
+
+
+def test_a_save_that_fails_leaves_no_file(tmp_path):
+    with gl.Lab(2, device="cpu") as lab:
+        pipe = lab.pipeline(make_model(), loss_fn=F.mse_loss)
+        pipe.save(tmp_path / "whole")
+        lab.resize(1)
+        with pytest.raises(gl.PipelineLost):
+            pipe.save(tmp_path / "lost")
+    assert os.listdir(tmp_path) == ["whole"]
+    (tmp_path / "other").touch()
+    assert (tmp_path / "whole").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optimizer": "sgd"},
+        {"optimizer": SGD, "scheduler": 3},
+        {"scheduler": functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2)},
+        {"max_norm": "1"},
+    ],
+)
+def test_what_makes_no_optimizer_is_refused(lab_of, options):
+    with pytest.raises(gl.InputError):
+        lab_of(2).pipeline(make_model(), loss_fn=F.mse_loss, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optimizer": lambda named: torch.optim.LBFGS([p for _, p in named])},
+        {"optimizer": lambda named: None},
+        {"optimizer": SGD, "scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau},
+    ],
+)
+def test_an_optimizer_whose_step_needs_more_is_refused(lab_of, options):
+    with pytest.raises(gl.RankFailed, match="rule:"):
+        lab_of(2).pipeline(make_model(), loss_fn=F.mse_loss, **options)
+
+
+def test_a_failure_in_the_optimizer_is_placed_there(lab_of):
+    class Failing(torch.optim.SGD):
+        def step(self, closure=None):
+            raise ArithmeticError("no step")
+
+    pipe = lab_of(2).pipeline(
+        make_model(), loss_fn=F.mse_loss, optimizer=functools.partial(Failing, lr=0.1)
+    )
+    with pytest.raises(gl.RankFailed, match="optimizer step") as caught:
+        pipe.step(gl.gpipe(2, 2), *make_batch())
+    assert str(caught.value.op) in ("0STEP0", "1STEP0")
+
+
+def test_gradients_of_earlier_steps_count_beside_those_of_the_step(lab_of):
+    pipe = lab_of(2).pipeline(make_model(), loss_fn=F.mse_loss)
+    size = 4 * (6 * 6 + 6) * 8
+    peaks = [
+        pipe.step(gl.gpipe(2, 2), *make_batch(), update=False).memory.peak_bytes(0, "gradients")
+        for _ in range(3)
+    ]
+    assert peaks == [size, 2 * size, 2 * size]
+    pipe.zero_grad()
+    run = pipe.step(gl.gpipe(2, 2), *make_batch(), update=False)
+    assert run.memory.peak_bytes(0, "gradients") == size
