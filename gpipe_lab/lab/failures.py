@@ -120,7 +120,11 @@ def describe(op: Op) -> str:
 
 
 def _headline(error: BaseException) -> str:
-    name, text = type(error).__name__, str(error).strip()
+    name = type(error).__name__
+    try:
+        text = str(error).strip()
+    except Exception:  # a class of the user's may fail at that too
+        return name
     return f"{name}: {text.splitlines()[0]}" if text else name
 
 

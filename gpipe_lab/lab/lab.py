@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -42,6 +43,12 @@ class Lab:
     def __init__(
         self, num_ranks: int = 4, device: str = "auto", memory_limit: str | int | None = None
     ) -> None:
+        require(
+            not multiprocessing.current_process().daemon,
+            "a lab is made where the notebook or script runs, not inside one of its ranks",
+            got="Lab() in a worker process",
+            where="Lab",
+        )
         require_count(num_ranks, "num_ranks", where="Lab")
         self.device = device
         parse_bytes(memory_limit)

@@ -248,9 +248,16 @@ def _pack(function: Callable[..., Any], args_by_rank: Sequence[tuple]) -> list[b
     for rank, args in enumerate(args_by_rank):
         key = tuple(map(id, args))
         if key not in packed:
-            packed[key] = pickle.dumps((sys.path, dtype, _pickle_job(rank, function, args)))
+            packed[key] = pickle.dumps((_cwd(), sys.path, dtype, _pickle_job(rank, function, args)))
         jobs.append(packed[key])
     return jobs
+
+
+def _cwd() -> str | None:
+    try:
+        return os.getcwd()
+    except OSError:  # a folder that has been removed
+        return None
 
 
 def _unpickle_result(rank: int, data: bytes) -> Any:

@@ -158,8 +158,10 @@ def start_forkserver() -> ForkServerContext | SpawnContext:
     from multiprocessing import forkserver
 
     context = multiprocessing.get_context("forkserver")
+    if multiprocessing.current_process().daemon:  # a worker, which may touch gl.Lab and can make none
+        return context
     changes = {
-        SCRATCH_VARIABLE: util.get_temp_dir(),
+        SCRATCH_VARIABLE: _own_temp_dir(),
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         # Before Python 3.12 a forkserver does not get sys.path.
         "PYTHONPATH": os.pathsep.join(filter(None, [_package_root(), os.environ.get("PYTHONPATH")])),
@@ -168,6 +170,22 @@ def start_forkserver() -> ForkServerContext | SpawnContext:
         context.set_forkserver_preload([PRELOAD])
         forkserver.ensure_running()
     return context
+
+
+_temp_dir_owner: int | None = None
+
+
+def _own_temp_dir() -> str:
+    """multiprocessing's folder of this process, for the forkserver to remove in the end.
+
+    A process that multiprocessing itself has made is given its parent's, which the parent still needs.
+    """
+    global _temp_dir_owner
+    if _temp_dir_owner != os.getpid():
+        if multiprocessing.parent_process() is not None:
+            vars(multiprocessing.current_process())["_config"].pop("tempdir", None)
+        _temp_dir_owner = os.getpid()
+    return util.get_temp_dir()
 
 
 def _package_root() -> str:

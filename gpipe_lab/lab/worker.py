@@ -154,9 +154,9 @@ def _leave(seat: Seat) -> NoReturn:
 def _run(context: RankContext, job: bytes) -> tuple[str, Any]:
     """Do one job; the reply is ("result", bytes) or ("failure", Failure)."""
     try:
-        sys_path, dtype, payload = pickle.loads(job)
+        cwd, sys_path, dtype, payload = pickle.loads(job)
         context.board.clear()
-        _reset_globals(sys_path, dtype)
+        _reset_globals(cwd, sys_path, dtype)
         function, args = pickle.loads(payload)
         data = _pickle_result(context.rank, function(context, *args))
     except BaseException as error:  # SystemExit too: a program that exits has not returned a result
@@ -165,8 +165,10 @@ def _run(context: RankContext, job: bytes) -> tuple[str, Any]:
     return "result", data
 
 
-def _reset_globals(sys_path: list[str], dtype: torch.dtype | None) -> None:
+def _reset_globals(cwd: str | None, sys_path: list[str], dtype: torch.dtype | None) -> None:
     """Undo what an earlier job may have set, and take on what the driver has."""
+    if cwd is not None:
+        os.chdir(cwd)
     sys.path[:] = sys_path
     torch.set_default_dtype(dtype or torch.float32)
     torch.set_grad_enabled(True)

@@ -5,9 +5,11 @@ import os
 import pickle
 import signal
 import statistics
+import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import cloudpickle
 import psutil
@@ -490,3 +492,64 @@ def test_marking_the_board_is_cheap(lab):
         return (time.perf_counter() - begin) / 1000
 
     within(5e-6, lambda: min(lab.call(mark, everywhere(lab))), "board.mark")
+
+
+def test_a_rank_works_in_the_drivers_folder_as_it_is_now(lab, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert lab.launch(lambda context: os.getcwd()) == [str(tmp_path)] * 3
+
+
+class Wordless(Exception):
+    def __str__(self):
+        raise ValueError("no words")
+
+
+def test_an_exception_that_cannot_be_printed_is_a_failure_not_a_death(lab):
+    def fail(context):
+        raise Wordless
+
+    with pytest.raises(RankFailed, match="Wordless") as caught:
+        lab.launch(fail)
+    assert not caught.value.died
+
+
+def make_a_lab(context):
+    import gpipe_lab
+
+    return gpipe_lab.Lab(1)
+
+
+def test_a_lab_within_a_rank_is_refused_and_harms_nothing(lab):
+    with pytest.raises(RankFailed, match="not inside one of its ranks"):
+        lab.launch(make_a_lab)
+    assert lab.launch(lambda context: context.rank) == [0, 1, 2]
+
+
+def test_a_lab_in_a_child_process_leaves_the_drivers_files_alone(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(CHILD_WITH_A_LAB)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=60, env=environment
+    )
+    assert done.stdout.split() == ["1", "2"], done.stderr
+
+
+CHILD_WITH_A_LAB = """
+import multiprocessing
+import time
+import gpipe_lab as gl
+
+def child():
+    with gl.Lab(1, device="cpu") as lab:
+        print(*lab.launch(lambda context: 1), flush=True)
+
+if __name__ == "__main__":
+    with gl.Lab(1, device="cpu") as lab:
+        process = multiprocessing.get_context("spawn").Process(target=child)
+        process.start()
+        process.join()
+        time.sleep(1.0)  # until the child's forkserver has gone as well
+        lab.resize(2)
+        print(len(lab.launch(lambda context: 1)))
+"""
