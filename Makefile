@@ -6,7 +6,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-JUPYTER_FLAGS ?=
+# In a container one is often root, which Jupyter wants to be told.
+JUPYTER_FLAGS ?= $(if $(filter 0,$(shell id -u)),--allow-root)
 
 .PHONY: lab test course bench lint clean
 

@@ -180,7 +180,7 @@ class Executor:
             segments=self._segments(op),
             defer_weights=Op(Kind.W, op.stage, op.microbatch) in self.schedule.rank_of,
         )
-        self.ledger.release("communication", entering.held)
+        self.ledger.release(entering.category, entering.held)
         if op.stage < self.schedule.num_stages - 1:
             self._hand_on(op, Value(output.tree, output.needs_gradient))
             return
@@ -200,7 +200,7 @@ class Executor:
             op.microbatch, op.segment, None if arriving is None else arriving.tree
         )
         if arriving is not None:
-            self.ledger.release("communication", arriving.held)
+            self.ledger.release(arriving.category, arriving.held)
         self.gradients.take_in()
         if op.segment == 0 and op.stage > 0:
             self._hand_on(op, Value(gradients, [False] * len(gradients)))
@@ -209,6 +209,8 @@ class Executor:
         """To the stage that needs it: as a message, or as it is where that stage is here too."""
         send = send_of(op, self.schedule)
         if send is None:
+            value.category = "outputs"
+            value.held = self.ledger.hold("outputs", tensors(value.tree))
             self.values[op] = value
         else:
             self.mailbox.prepare(send, value)

@@ -31,6 +31,7 @@ class Value:
     tree: Tree
     needs_gradient: list[bool]
     held: list[int] = field(default_factory=list)  # what the ledger is to release once it is used
+    category: str = "communication"  # and what it counted as until then
 
 
 class Agreements:

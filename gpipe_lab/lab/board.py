@@ -11,7 +11,7 @@ _KINDS = tuple(Kind)
 _CODES = {kind: code for code, kind in enumerate(_KINDS, start=1)}  # 0 is "in no operation"
 
 
-_WAITS = 1 << 62
+_WAITS = 1 << 63
 
 
 def _pack(op: Op) -> int:
@@ -30,7 +30,7 @@ class Board:
     """The current operation of every rank, in shared memory that has no name and leaves no file."""
 
     def __init__(self, num_ranks: int, context: BaseContext) -> None:
-        self._cells: Any = context.RawArray("q", num_ranks)
+        self._cells: Any = context.RawArray("Q", num_ranks)
 
     def of_rank(self, rank: int) -> RankBoard:
         """The part that one rank writes."""

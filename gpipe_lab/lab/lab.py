@@ -18,7 +18,8 @@ from ..engine.tree import Tree
 from ..plan.errors import require, require_count
 from ..plan.schedule import Schedule
 from ..plan.units import parse_bytes
-from .pipeline import LossOptions, Pipeline, profile_model, run_once
+from .once import LossOptions, profile_model, run_once
+from .pipeline import Pipeline
 from .pool import OnMessage, OnOutput, WorkerPool, print_tagged
 from .prepare import Partition, Ties
 from .processes import start_forkserver

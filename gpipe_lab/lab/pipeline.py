@@ -1,4 +1,4 @@
-"""Running a model through a lab's workers: once, or step after step with the weights staying there."""
+"""A model on a lab's workers, step after step, with its weights staying there."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ import os
 import tempfile
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..engine.loss import LossFn, read_loss
-from ..engine.microbatch import split
 from ..engine.pace import Pace
-from ..engine.profile import CRITERIA, Profile
 from ..engine.saving import latest_save
 from ..engine.stage import StepContext
 from ..engine.tree import Tree
@@ -28,129 +25,14 @@ from ..plan.schedules import forward_only
 from ..plan.units import parse_bytes
 from . import jobs
 from .failures import PipelineLost
-from .prepare import Partition, Plan, Ties, cut, named_layers, plan_step, read_spec
-from .run import Run, assemble, middle
+from .once import LossOptions, assemble_step, require_pace_if_shared, sweep
+from .prepare import Partition, Plan, Ties, cut, plan_step, read_spec
+from .run import Run
 
 if TYPE_CHECKING:
     from .lab import Lab
 
 _keys = itertools.count()
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossOptions:
-    """A loss and how it averages, as the user gave it."""
-
-    loss_fn: LossFn | None = None
-    loss_weight: Callable[[Tree], float] | None = None
-    loss_reduction: str | None = None
-
-    def read(self) -> Any:
-        if self.loss_fn is None:
-            return None
-        return read_loss(self.loss_fn, loss_weight=self.loss_weight, loss_reduction=self.loss_reduction)
-
-
-def run_once(
-    lab: Lab,
-    schedule: Schedule,
-    model: Any,
-    inputs: Tree,
-    targets: Tree | None,
-    *,
-    loss: LossOptions,
-    checkpoint: str,
-    early: bool,
-    seed: int,
-    pace: Pace | None,
-    partition: Partition,
-    ties: Ties | None,
-    num_replicas: int,
-    autocast: torch.dtype | None,
-    warmup: bool,
-    repeats: int,
-    hoist: int,
-    strict: bool,
-) -> Run:
-    """See `Lab.run`."""
-    require_count(repeats, "repeats", where="Lab.run")
-    _require_pace_if_shared(lab, pace)
-    if partition in CRITERIA and isinstance(schedule, Schedule):
-        found = profile_model(
-            lab, model, split(inputs, num_replicas * schedule.num_microbatches)[0], seed=seed
-        )
-        partition = found.sizes(schedule.num_stages, str(partition), schedule=schedule)
-    schedule = replicate(schedule, num_replicas)
-    stages = cut(model, getattr(schedule, "num_stages", 1), partition)
-    trains = getattr(schedule, "trains", True)
-    step = StepContext(seed=seed, training=trains, gradients=trains, autocast=autocast)
-    plan = plan_step(
-        schedule,
-        num_ranks=lab.num_ranks,
-        layers_per_stage=[len(s.layers) for s in stages],
-        inputs=inputs,
-        targets=targets,
-        loss=loss.read(),
-        checkpoint=checkpoint,
-        early=early,
-        pace=pace,
-        hoist=hoist,
-        step=step,
-    )
-    limit = parse_bytes(lab.memory_limit)
-    specs = read_spec(
-        stages,
-        schedule.stage_to_rank,
-        lab.num_ranks,
-        seed=seed,
-        limit_bytes=limit,
-        ties=ties,
-        loss_fn=loss.loss_fn,
-        num_replicas=schedule.num_replicas,
-    )
-    args = [
-        (spec, job, replace(job, pace=None) if warmup else None, repeats, strict)
-        for spec, job in zip(specs, plan.jobs, strict=True)
-    ]
-    _sweep(lab)
-    by_rank = lab.call(jobs.run_once, args)
-    steps = zip(*(steps for steps, _ in by_rank), strict=True)
-    runs = [_assemble(lab, plan, list(results), pace) for results in steps]
-    gradients = {name: g for _, found in by_rank for name, g in found.items()}
-    return replace(middle(runs), _gradients=gradients)
-
-
-def profile_model(
-    lab: Lab, model: Any, microbatch: Tree, target: Tree = None, loss_fn: LossFn | None = None, seed: int = 0
-) -> Profile:
-    """See `Lab.profile`."""
-    names, layers = named_layers(model)
-    job = jobs.ProfileJob(microbatch, target, loss_fn, seed)
-    rest: tuple = ((), (), None)
-    args = [(layers, names, job), *[rest] * (lab.num_ranks - 1)]
-    return lab.call(jobs.profile, args)[0]
-
-
-def _assemble(lab: Lab, plan: Plan, steps: list[tuple], pace: Pace | None) -> Run:
-    results = [step[0] for step in steps]
-    return assemble(
-        results,
-        plan.schedule,
-        loss=steps[0][1],
-        device=lab.device_plan.label,
-        paced=pace is not None,
-        limit_bytes=parse_bytes(lab.memory_limit),
-    )
-
-
-def _require_pace_if_shared(lab: Lab, pace: Pace | None) -> None:
-    require(
-        lab.device_plan.kind != "shared_cuda" or pace is not None,
-        "ranks that share a GPU are paced: unpaced they would measure each other",
-        got="pace=None",
-        where="Lab.run",
-        remedy="pace=gl.Pace(forward_ms=10, backward_ms=20)",
-    )
 
 
 class Pipeline:
@@ -248,7 +130,7 @@ class Pipeline:
             where="Pipeline.step",
             remedy="pipe.evaluate(inputs, targets)",
         )
-        _require_pace_if_shared(self.lab, pace)
+        require_pace_if_shared(self.lab, pace)
         plan = self._plan(
             replicate(schedule, self.num_replicas),
             inputs,
@@ -261,7 +143,7 @@ class Pipeline:
         )
         replies = self._call(jobs.step, [(job, update, strict) for job in plan.jobs])
         self._steps += 1
-        return replace(_assemble(self.lab, plan, replies, pace), grad_norm=replies[0][2])
+        return replace(assemble_step(self.lab, plan, replies, pace), grad_norm=replies[0][2])
 
     def evaluate(self, inputs: Tree, targets: Tree, *, num_microbatches: int = 1) -> float:
         """The loss of a batch, with layers in evaluation mode and no gradients."""
@@ -365,7 +247,7 @@ class Pipeline:
             num_replicas=self.num_replicas,
             **self._options,  # type: ignore[arg-type]
         )
-        _sweep(self.lab)
+        sweep(self.lab)
         self.lab.call(jobs.build, [(self._key, spec) for spec in specs])
         self._generation = self.lab.generation
 
@@ -389,7 +271,7 @@ class Pipeline:
             seed=self.seed, step=self._steps, training=False, gradients=False, autocast=self.autocast
         )
         plan = self._plan(schedule, inputs, targets, step)
-        return _assemble(
+        return assemble_step(
             self.lab, plan, self._call(jobs.step, [(job, False, False) for job in plan.jobs]), None
         )
 
@@ -415,9 +297,3 @@ class Pipeline:
 
 def _joined(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {name: value for part in parts for name, value in part.items()}
-
-
-def _sweep(lab: Lab) -> None:
-    """Let the workers free the pipelines that the driver has let go of."""
-    while lab.abandoned:
-        lab.call(jobs.drop, [(lab.abandoned.pop(),)] * lab.num_ranks)

@@ -163,6 +163,7 @@ def start_forkserver() -> ForkServerContext | SpawnContext:
     changes = {
         SCRATCH_VARIABLE: _own_temp_dir(),
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        "PYTHONSAFEPATH": "1",  # or a file in the working folder could stand in for a module of the same name
         # Before Python 3.12 a forkserver does not get sys.path.
         "PYTHONPATH": os.pathsep.join(filter(None, [_package_root(), os.environ.get("PYTHONPATH")])),
     }
