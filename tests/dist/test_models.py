@@ -169,3 +169,30 @@ def test_a_weight_that_is_never_used_has_no_gradient(lab_of):
     x = torch.randn(4, 5, dtype=torch.float64)
     run = lab_of(2).run(gl.gpipe(2, 2), model, x, x, loss_fn=F.mse_loss)
     assert set(run.gradients()) == {f"{i}.used.{name}" for i in (0, 1) for name in ("weight", "bias")}
+
+
+class Transposed(nn.Module):
+    """An output that lies transposed in memory, as after a permute."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x):
+        return self.linear(x).t().contiguous().t()
+
+
+class SeesStrides(nn.Module):
+    """Gives another result where its input lies in memory in another way."""
+
+    def forward(self, x):
+        return x * (1.0 if x.stride() == (1, len(x)) else 2.0)
+
+
+def test_strides_cross_a_boundary(lab_of):
+    torch.manual_seed(0)
+    model = nn.Sequential(Transposed(), SeesStrides()).double()
+    x, y = torch.randn(4, 5, dtype=torch.float64), torch.randn(4, 5, dtype=torch.float64)
+    for mode in MODES:
+        run = lab_of(2).run(gl.gpipe(2, 2), model, x, y, loss_fn=F.mse_loss, checkpoint=mode)
+        assert distance(run.gradients(), reference(model, x, y)) <= 1e-12, mode

@@ -235,3 +235,33 @@ def test_the_corpus_is_text_and_its_batches_are_shifted_by_one():
     assert torch.equal(inputs, again)
     other, _ = corpus_module.batch(text, 4, rows=5, length=7)
     assert not torch.equal(inputs, other)
+
+
+def test_what_is_saved_is_freed_with_its_graph_and_not_by_the_garbage_collector():
+    """An operation that saves its own output would hold itself in a circle, were it not packed detached."""
+    import gc
+
+    ledger = Ledger(0)
+    gc.disable()
+    try:
+        with ledger.saving("saved"):
+            y = torch.randn(100, requires_grad=True).exp()
+        assert ledger.totals["saved"] == 400
+        del y
+        assert ledger.totals["saved"] == 0
+    finally:
+        gc.enable()
+
+
+def test_of_repeated_runs_the_one_with_the_median_makespan_is_shown():
+    from gpipe_lab.lab.run import Run, middle
+    from gpipe_lab.plan.memory import MemoryReport
+    from gpipe_lab.plan.simulate import Costs, simulate
+
+    def run(forward):
+        trace = simulate(one_f_one_b(2, 2), Costs(forward=forward))
+        return Run(0.0, trace, MemoryReport((), "measured"), {}, (trace.makespan_ms,))
+
+    chosen = middle([run(forward) for forward in (9.0, 1.0, 4.0, 2.0, 3.0)])
+    assert chosen.trace == run(3.0).trace
+    assert chosen.makespans_ms == tuple(run(f).trace.makespan_ms for f in (9.0, 1.0, 4.0, 2.0, 3.0))
