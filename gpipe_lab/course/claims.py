@@ -63,9 +63,11 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if float(value).is_integer() else f"{value:.6g}"
 
 
-def _plain(value: float | None) -> float | int | None:
-    """A whole number as an int: six digits would cut a byte count."""
-    return int(value) if value is not None and float(value).is_integer() else value
+def _plain(value: float | None) -> float | int | str:
+    """A whole number as an int, since six digits would cut a byte count; nothing as an empty cell."""
+    if value is None:
+        return ""
+    return int(value) if float(value).is_integer() else value
 
 
 _claims: dict[str, Claim] = {}
@@ -97,13 +99,18 @@ def claim(
 
 
 def claims() -> pandas.DataFrame:
-    """The claims checked in this notebook so far, one row each."""
-    import pandas
+    """The claims checked in this notebook so far, one row each, shown in full.
+
+    `paced` says whether the measured run was held to set times; `simulated` is empty where nothing was.
+    """
+    from .claims_table import ClaimsTable
 
     numbers = ("predicted", "simulated", "measured")
     rows = [
-        asdict(c) | {name: _plain(getattr(c, name)) for name in numbers} | {"verdict": c.verdict}
+        asdict(c)
+        | {name: _plain(getattr(c, name)) for name in numbers}
+        | {"verdict": c.verdict, "paced": "yes" if c.paced else "no"}
         for c in _claims.values()
     ]
-    columns = "name text formula predicted simulated measured unit verdict".split()
-    return pandas.DataFrame(rows, columns=columns, dtype=object)  # bytes stand beside fractions
+    columns = "name text formula predicted simulated measured unit paced verdict".split()
+    return ClaimsTable(rows, columns=columns, dtype=object)  # bytes stand beside fractions

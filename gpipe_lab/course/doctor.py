@@ -7,6 +7,7 @@ import platform
 from dataclasses import dataclass
 
 from . import strict
+from .contention import measured_contention
 
 
 @dataclass(frozen=True)
@@ -21,16 +22,21 @@ class Doctor:
     kind: str  # "cpu", "cuda" or "shared_cuda"
     backend: str
     reason: str  # why this backend
-    paced: bool  # whether runs of this many ranks are held to a set pace
+    paced: bool  # whether runs of this many ranks are best held to a set pace
     strict: bool  # whether hidden failures reach their cell
+    contention: float | None = None  # how many times as long work takes while every rank works
 
     @property
     def line(self) -> str:
+        shared = self.kind == "shared_cuda"
         pace = (
-            f"{self.num_ranks} ranks are paced (order and gradients are real, times are set)"
+            f"runs of {_count(self.num_ranks, 'rank')} are {'' if shared else 'best '}paced "
+            "(order and gradients are real, times are set)"
             if self.paced
-            else f"{self.num_ranks} ranks run unpaced"
+            else f"runs of {_count(self.num_ranks, 'rank')} can go unpaced"
         )
+        if self.contention is not None:
+            pace += f" · all at once, work takes {self.contention:.2f} times as long as for one alone"
         return (
             f"Python {self.python} · torch {self.torch} · {_count(self.cores, 'core')} · "
             f"{_count(self.gpus, 'GPU')} · {self.backend} ({self.reason}) · {pace}"
@@ -40,8 +46,11 @@ class Doctor:
         """Nothing more: the line has been printed."""
 
 
-def doctor(num_ranks: int = 4, device: str = "auto") -> Doctor:
-    """Print one line: versions, cores, GPUs, the backend and why it was chosen, paced or not.
+def doctor(num_ranks: int = 4, device: str = "auto", *, contention: bool = False) -> Doctor:
+    """Print one line: versions, cores, GPUs, the backend and why it was chosen, best paced or not.
+
+    contention: also time one worker alone against all at once, unpaced (0.3 s, and the start of the
+    workers); measured once a kernel for each number of ranks. `explain_error` takes the result.
 
     In a notebook it also makes every later cell fail when something the cell started fails: a thread, a
     task, a widget's callback, a shell command, a child process. Raises `InputError` for an unknown
@@ -64,6 +73,7 @@ def doctor(num_ranks: int = 4, device: str = "auto") -> Doctor:
         reason=plan.reason,
         paced=plan.kind == "shared_cuda" or (plan.kind == "cpu" and num_ranks > cores),
         strict=strict.enable(),
+        contention=measured_contention(num_ranks, device) if contention else None,
     )
     print(report.line)
     return report

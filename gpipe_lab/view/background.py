@@ -51,10 +51,6 @@ class LatestWins:
         self._next: Attempt | None = None
         self._thread: threading.Thread | None = None
 
-    @property
-    def is_busy(self) -> bool:
-        return self._thread is not None
-
     def submit(self, attempt: Attempt) -> None:
         """Run it as soon as what runs now has been stopped; what was still waiting is dropped."""
         with self._lock:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from ..plan.schedules import gpipe
 from ..plan.simulate import simulate
 from ..plan.trace import Trace
 from .picture import Picture, Sheet
-from .style import CURVES, FAINT, INK, PAPER, SOFT, look, percent
+from .style import CURVES, FAINT, INK, PAPER, SOFT, glyphs, look, percent
 
 
 class Spread(NamedTuple):
@@ -25,6 +25,7 @@ class Spread(NamedTuple):
     middle: float
     lowest: float
     highest: float
+    runs: int
 
 
 def plot_bubble_curve(
@@ -61,7 +62,7 @@ def plot_bubble_curve(
             [3.3],
             headline=title or "The bubble shrinks as micro-batches are added",
             subtitle="line: formula (P−1)/(M+P−1) · small mark: simulated"
-            + (f" · large mark with bar: {measured[0].source}, median and spread" if measured else ""),
+            + (f" · {_marks(spreads)}: {measured[0].source}, {_of_what(spreads)}" if measured else ""),
             left=0.7,
             right=0.25,
         )
@@ -82,8 +83,9 @@ def plot_bubble_curve(
             for found, size, fill in ((points, 4.0, color), (spreads, 9.0, "none")):
                 mine = {m: spread for (q, m), spread in found.items() if q == p}
                 _points(axes, mine, color, marker, size=size, fill=fill)
+        taken = _drawn(axes, shown, highest, [(points, 4.0), (spreads, 9.0)])
         for u in utilisations:
-            _mark_utilisation(axes, u, shown, highest)
+            taken += _mark_utilisation(axes, u, shown, highest, taken)
     sheet.picture.alt = _describe(shown, sorted(num_microbatches), spreads, utilisations)
     return sheet.picture
 
@@ -94,7 +96,22 @@ def bubbles(traces: Sequence[Trace]) -> dict[tuple[int, int], Spread]:
     for trace in traces:
         assert trace.schedule is not None, "a trace carries its schedule"
         found[trace.num_ranks, trace.schedule.num_microbatches].append(trace.bubble_fraction)
-    return {key: Spread(median(shares), min(shares), max(shares)) for key, shares in sorted(found.items())}
+    return {
+        key: Spread(median(shares), min(shares), max(shares), len(shares))
+        for key, shares in sorted(found.items())
+    }
+
+
+def _marks(spreads: Mapping[tuple[int, int], Spread]) -> str:
+    return "large mark" + (" with bar" if _repeated(spreads) else "")
+
+
+def _of_what(spreads: Mapping[tuple[int, int], Spread]) -> str:
+    return "median and spread" if _repeated(spreads) else "one run each"
+
+
+def _repeated(spreads: Mapping[tuple[int, int], Spread]) -> bool:
+    return any(spread.runs > 1 for spread in spreads.values())
 
 
 def _dress(axes: Axes, highest: int) -> None:
@@ -137,8 +154,66 @@ def _points(
     )
 
 
-def _mark_utilisation(axes: Axes, u: float, stages: Sequence[int], highest: int) -> None:
-    """A level for the share u, and on it the M that reaches it for each P."""
+class Box(NamedTuple):
+    """A rectangle on the page, in points."""
+
+    left: float
+    bottom: float
+    right: float
+    top: float
+
+    def overlaps(self, other: Box) -> bool:
+        across = self.left < other.right and other.left < self.right
+        return across and self.bottom < other.top and other.bottom < self.top
+
+
+def _at(axes: Axes, x: float, y: float, left: float, bottom: float, right: float, top: float) -> Box:
+    """The box that reaches so many points to each side of a point in data."""
+    scale = 72 / axes.figure.dpi
+    px, py = axes.transData.transform((x, y)) * scale
+    return Box(px + left, py + bottom, px + right, py + top)
+
+
+def _drawn(
+    axes: Axes,
+    stages: Sequence[int],
+    highest: int,
+    groups: Sequence[tuple[Mapping[tuple[int, int], Spread], float]],
+) -> list[Box]:
+    """What no label may cover: curves, and marks with their bars."""
+    curves = [
+        _at(axes, m, (p - 1) / (m + p - 1), -1, -1, 1, 1)
+        for p in stages
+        for m in np.geomspace(1, highest, 400)
+    ]
+    marks = [
+        _at(axes, m, share, -size / 2 - 3, -size / 2 - 3, size / 2 + 3, size / 2 + 3)
+        for found, size in groups
+        for (_, m), spread in found.items()
+        for share in (spread.middle, spread.lowest, spread.highest)
+    ]
+    return curves + marks
+
+
+LABEL = 7.5  # points
+LIFTS = (5, -12, 9, -16, 13, -20, 17, -24)  # points from a level to the foot of its label, best first
+
+
+def _place(axes: Axes, text: str, x: float, y: float, taken: Sequence[Box]) -> tuple[float, float, Box]:
+    """Where a label of the point (x, y) covers least: its lower left corner as an offset in points."""
+    width = glyphs(text, LABEL)[1]
+    offsets = [(dx, dy) for dy in LIFTS for dx in (4, -4 - width, 9, -9 - width)]
+    boxes = [_at(axes, x, y, dx - 1, dy - 1, dx + width + 1, dy + LABEL) for dx, dy in offsets]
+    covered = [sum(box.overlaps(other) for other in taken) for box in boxes]
+    best = covered.index(min(covered))
+    return *offsets[best], boxes[best]
+
+
+def _mark_utilisation(
+    axes: Axes, u: float, stages: Sequence[int], highest: int, taken: Sequence[Box]
+) -> list[Box]:
+    """A level for the share u, and on it the M that reaches it for each P; where their labels stand."""
+    labels: list[Box] = []
     axes.axhline(1 - u, color=SOFT, linewidth=0.8, linestyle=(0, (1, 2)), zorder=1)
     axes.text(
         0.95,
@@ -153,14 +228,13 @@ def _mark_utilisation(axes: Axes, u: float, stages: Sequence[int], highest: int)
         needed = formulas.microbatches_for(u, p)
         if 1 <= needed <= highest:
             axes.plot([needed], [1 - u], marker="|", markersize=9, markeredgewidth=1.6, color=INK, zorder=6)
+            text = f"M ≥ {needed:.3g}"
+            dx, dy, box = _place(axes, text, needed, 1 - u, [*taken, *labels])
+            labels.append(box)
             axes.annotate(
-                f"M ≥ {needed:.3g}",
-                (needed, 1 - u),
-                xytext=(3, 5),
-                textcoords="offset points",
-                fontsize=7.5,
-                zorder=6,
+                text, (needed, 1 - u), xytext=(dx, dy), textcoords="offset points", fontsize=LABEL, zorder=6
             )
+    return labels
 
 
 def _describe(
@@ -181,5 +255,5 @@ def _describe(
         "Bubble fraction against the number of micro-batches M. Formula: "
         + ". ".join(lines)
         + "."
-        + (f" Measured medians: {'; '.join(found)}." if found else "")
+        + (f" Measured, {_of_what(spreads)}: {'; '.join(found)}." if found else "")
     )

@@ -38,8 +38,8 @@ class Explorer:
 
     `schedules` are the names offered; with one only, the choices of schedule, checkpoint and ratio are
     left out. `forward_ms` is the time of one forward, simulated and as the pace of a real run. `wording`
-    names things. `runner` runs settings for real; by default a `Lab` of its own, started at the first
-    Run and closed by `close()`.
+    names things. `runner` runs settings for real; by default in the one `Lab` that all panels of a
+    notebook share, started at the first Run and closed by `close()`.
     """
 
     def __init__(
@@ -77,9 +77,12 @@ class Explorer:
         self.wording = wording
         self.error: BaseException | None = None
         self.result: Measured | None = None
+        self._measured: Settings | None = None  # those of the measured picture
         self._runner: Runner = LabRunner() if runner is None else runner
         self._background = LatestWins(interrupt=self._runner.stop, finished=self._finished)
         self._attempt: Attempt | None = None
+        self._running = start  # the settings of the attempt
+        self._phase = ""
         self._applied: Attempt | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._redraw_pending = False
@@ -130,14 +133,17 @@ class Explorer:
         settings = self.settings
         reason = problem(settings)
         self.panel.run.disabled = reason is not None
+        stale = self._note_what_changed()
         if reason is not None:
             self.panel.say(f"Run is off: {reason}.", alarm=True)
             return
         trace = simulated(settings)
         self._until = axis_end(self._until, trace.makespan_ms)
         self._show_simulated(settings, trace)
-        if not self._background.is_busy:
-            self.panel.say(f"{summary(trace, self.wording.unit)}. Press Run to measure it.")
+        if self._attempt is not None and not self._attempt.done.is_set():
+            self._say_phase()
+        else:
+            self.panel.say(f"{summary(trace, self.wording.unit)}. Press Run to measure it.{stale}")
 
     def run(self, *, wait: bool = False) -> Measured | None:
         """Measure the present settings with real workers; a run still going is stopped and replaced.
@@ -149,6 +155,7 @@ class Explorer:
         reason = problem(settings)
         require(reason is None, reason or "", got=repr(settings), where="Explorer.run")
         self._loop = running_loop()
+        self._running = settings
         self._attempt = Attempt(lambda attempt: self._measure(attempt, settings))
         self._working(True)
         self._report(self._attempt, "starting", 1)
@@ -203,8 +210,18 @@ class Explorer:
         """The same view without widgets: a plain figure for each choice, and one table of their numbers.
 
         A choice is a `Settings` or the settings that differ from the panel's; without any, the panel's
-        own. With `measure` each is run for real as well.
+        own. With `measure` each is run for real as well; a panel on which nobody pressed Run leaves no
+        workers behind.
         """
+        try:
+            return self._static(choices, measure=measure, display=display)
+        finally:
+            if measure and self._attempt is None:
+                self._runner.close()
+
+    def _static(
+        self, choices: Sequence[Settings | Mapping[str, Any]], *, measure: bool, display: bool
+    ) -> pandas.DataFrame:
         import pandas
 
         tables = {}
@@ -221,6 +238,7 @@ class Explorer:
                     show(draw_measured(settings, result.trace, result.memory, self.wording, until=until))
             key = f"{settings.schedule}, P = {settings.num_stages}, M = {settings.num_microbatches}"
             key += "" if settings.checkpoint == "never" else f", checkpoint {settings.checkpoint}"
+            key += "" if settings.ratio == self.settings.ratio else f", ratio {settings.ratio:g}"
             tables[key] = summary_table(trace, result.trace if result is not None else None)
         return pandas.concat(tables, names=["settings", "quantity"])
 
@@ -286,7 +304,7 @@ class Explorer:
                 self._show_error(error)
 
     def _show_result(self, settings: Settings, result: Measured) -> None:
-        self.result, self.error = result, None
+        self.result, self.error, self._measured = result, None, settings
         predicted = simulated(settings)
         self._until = axis_end(self._until, max(predicted.makespan_ms, result.trace.makespan_ms))
         self.panel.measured.value = image(
@@ -294,10 +312,19 @@ class Explorer:
         )
         if settings == self.settings:
             self._show_simulated(settings, predicted)
+        stale = self._note_what_changed()
         self.panel.say(
             f"{summary(predicted, self.wording.unit)}; {summary(result.trace, self.wording.run_unit)}.\n"
-            f"{explain_error(result.trace, predicted)}"
+            f"{explain_error(result.trace, predicted)}{stale}"
         )
+
+    def _note_what_changed(self) -> str:
+        """Say above the measured picture if the controls have left its settings; the line for the status."""
+        shown = self._measured
+        stale = shown is not None and shown != self.settings
+        note = f"Measured with {shown.words}; the settings have changed since." if stale and shown else ""
+        self.panel.note(note)
+        return f"\n{note}" if note else ""
 
     def _show_simulated(self, settings: Settings, trace: Trace) -> None:
         picture = draw(settings, trace, self.wording, until=self._until, rows_height=ROWS_HEIGHT)
@@ -315,7 +342,14 @@ class Explorer:
     def _report(self, attempt: Attempt, phase: str, step: int) -> None:
         if attempt is self._attempt and not attempt.done.is_set():
             self.panel.progress.value = step
-            self.panel.say(f"{phase[:1].upper()}{phase[1:]} …")
+            self._phase = phase
+            self._say_phase()
+
+    def _say_phase(self) -> None:
+        """What the run in progress does, and for which settings where the controls have left them."""
+        changed = self._running != self.settings
+        of = f" for {self._running.words}; the settings have changed since" if changed else ""
+        self.panel.say(f"{self._phase[:1].upper()}{self._phase[1:]}{of} …")
 
     def _repr_mimebundle_(self, **options: Any) -> Any:
         data = self.panel.box._repr_mimebundle_(**options)

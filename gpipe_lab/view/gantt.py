@@ -62,11 +62,12 @@ def plot_trace(
         where="plot_trace",
     )
     facts = _facts(trace, unit)
+    headline = title or what(trace)
     with look():
         sheet = Sheet(
             [rows_height or _rows_height(trace.num_ranks), *[0.62] * len(shown)],
-            headline=title or _what(trace),
-            subtitle=join([_what(trace) if title else "", facts]),
+            headline=headline,
+            subtitle=join(["" if what(trace) in headline else what(trace), facts]),
             legends=[
                 looks_in([trace], kind_names),
                 *([memory_legend(categories, memory)] if memory is not None else []),
@@ -99,7 +100,9 @@ def plot_trace(
             draw_memory(panels, memory, shown, categories, until=until, unit=unit, names=names)
             for rank in shown:
                 _outline(gantt, cause(trace, rank, memory.peak(rank)), ONE_ROW_A_RANK)
-    sheet.picture.alt = _describe(trace, names, facts) + (peaks_text(memory, shown) if memory else "")
+    sheet.picture.alt = _describe(trace, names, headline, facts) + (
+        peaks_text(memory, shown) if memory else ""
+    )
     return sheet.picture
 
 
@@ -138,7 +141,7 @@ def plot_overlay(
     with look():
         sheet = Sheet(
             [min(0.2 * len(names), 7.0) + 0.1],
-            headline=title or f"{_what(traces[0])}: {_listed(labels)} on one time axis",
+            headline=title or f"{what(traces[0])}: {_listed(labels)} on one time axis",
             subtitle=join(
                 f"{label}: {number(trace.makespan_ms)} {unit}, bubble {percent(trace.bubble_fraction)}"
                 for label, trace in zip(labels, traces, strict=True)
@@ -153,7 +156,7 @@ def plot_overlay(
             draw_cells(axes, trace, rows[index], points_per_ms=sheet.inner_points / until)
             end = trace.start_ms + trace.makespan_ms
             axes.axvline(end, color=INK, linestyle=_dashes(index), linewidth=1.1, zorder=6)
-    sheet.picture.alt = f"Gantt charts on one time axis. {_what(traces[0])}. " + " ".join(
+    sheet.picture.alt = f"Gantt charts on one time axis. {what(traces[0])}. " + " ".join(
         f"{label} ({trace.source}): makespan {number(trace.makespan_ms)} {unit}, "
         f"bubble {percent(trace.bubble_fraction)}."
         for label, trace in zip(labels, traces, strict=True)
@@ -222,8 +225,8 @@ def _listed(words: Sequence[str]) -> str:
     return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1]
 
 
-def _what(trace: Trace) -> str:
-    """Schedule, P and M."""
+def what(trace: Trace) -> str:
+    """Schedule, P and M, and whether it recomputes."""
     schedule = trace.schedule
     if schedule is None:
         return f"P = {trace.num_ranks}"
@@ -231,7 +234,8 @@ def _what(trace: Trace) -> str:
     stages = "" if schedule.has_one_stage_a_rank else f" ({schedule.num_stages} stages)"
     replicas = f"{schedule.num_replicas} replicas, " if schedule.num_replicas > 1 else ""
     p, m = schedule.ranks_per_replica, schedule.microbatches_per_replica
-    return f"{name}, {replicas}P = {p}{stages}, M = {m}"
+    recompute = ", recompute" if any(op.kind is Kind.R for op in schedule.rank_of) else ""
+    return f"{name}, {replicas}P = {p}{stages}, M = {m}{recompute}"
 
 
 def _facts(trace: Trace, unit: str) -> str:
@@ -248,7 +252,8 @@ def _facts(trace: Trace, unit: str) -> str:
     )
 
 
-def _describe(trace: Trace, names: Sequence[str], facts: str) -> str:
+def _describe(trace: Trace, names: Sequence[str], headline: str, facts: str) -> str:
     shares = zip(names, busy_shares(trace), strict=True)
     busy = ", ".join(f"{name} {percent(share)}" for name, share in shares)
-    return f"Gantt chart. {_what(trace)}; {facts.replace(' · ', '; ')}. Busy: {busy}. "
+    told = join([headline, "" if what(trace) in headline else what(trace), facts])
+    return f"Gantt chart. {told.replace(' · ', '; ')}. Busy: {busy}. "

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import html
-from base64 import b64encode
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import ipywidgets as widgets
 
-from .picture import Picture
+from .picture import Picture, img
 from .settings import CHECKPOINTS, Settings, Wording
-from .style import DPI
 
 _STYLE = {"description_width": "10.5em"}
 _ROW = widgets.Layout(align_items="center", flex_flow="row wrap")
@@ -79,6 +77,7 @@ class Panel:
         )
         self.status = widgets.HTML()
         self.simulated = widgets.HTML()
+        self.measured_note = widgets.HTML()
         self.measured = widgets.HTML()
         self._start = start
         rows: list[Any] = [
@@ -88,7 +87,8 @@ class Panel:
         if len(schedules) > 1:
             choices = [self.schedule, self.checkpoint, self.ratio, ratio_box]
             rows.insert(1, widgets.HBox(choices, layout=_ROW))
-        self.box = widgets.VBox([*rows, self.status, self.simulated, self.measured])
+        pictures = [self.simulated, self.measured_note, self.measured]
+        self.box = widgets.VBox([*rows, self.status, *pictures])
 
     @property
     def settings(self) -> Settings:
@@ -117,24 +117,26 @@ class Panel:
 
     def say(self, text: str, *, alarm: bool = False) -> None:
         """Show one message where a screen reader announces it; an alarm stands out."""
-        look = (
-            "border-left:4px solid #D55E00;padding:2px 8px;background:#fff4ec;color:#1a1a1a;" if alarm else ""
-        )
         role = "alert" if alarm else "status"
-        body = html.escape(text).replace("\n", "<br>")
-        self.status.value = (
-            f'<div role="{role}" style="line-height:1.45;white-space:normal;{look}">{body}</div>'
-        )
+        self.status.value = f'<div role="{role}" style="{_look(alarm)}">{_body(text)}</div>'
+
+    def note(self, text: str) -> None:
+        """What stands above the measured picture, as conspicuous as an alarm; "" takes it away."""
+        self.measured_note.value = f'<div style="{_look(True)}">{_body(text)}</div>' if text else ""
+
+
+def _look(alarm: bool) -> str:
+    mark = "border-left:4px solid #D55E00;padding:2px 8px;background:#fff4ec;color:#1a1a1a;" if alarm else ""
+    return f"line-height:1.45;white-space:normal;{mark}"
+
+
+def _body(text: str) -> str:
+    return html.escape(text).replace("\n", "<br>")
 
 
 def image(picture: Picture, *, quick: bool = False) -> str:
     """The picture as HTML with its alt text. `quick` trades a larger file for time."""
-    data = b64encode(picture.png(quick=quick)).decode()
-    width, height = (round(inches * DPI) for inches in picture.get_size_inches())
-    return (
-        f'<img alt="{html.escape(picture.alt, quote=True)}" width="{width}" height="{height}" '
-        f'style="max-width:100%;height:auto;background:white" src="data:image/png;base64,{data}">'
-    )
+    return img(picture, picture.png(quick=quick))
 
 
 def _slider(name: str, tip: str, value: int, most: int) -> tuple[Any, list[Any]]:

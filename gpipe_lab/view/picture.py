@@ -1,7 +1,8 @@
-"""A figure that carries its own description and shows itself once, on white, with alt text."""
+"""A figure that carries its own description and shows itself once, on white, with its description."""
 
 from __future__ import annotations
 
+import html
 import sys
 import textwrap
 from base64 import b64encode
@@ -34,6 +35,9 @@ class Picture(Figure):
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict, dict]:
         return _bundle(self)
 
+    def _ipython_display_(self) -> None:
+        show(self)
+
 
 def alt_text(figure: Figure) -> str:
     """What the figure shows, in words with its main numbers."""
@@ -44,20 +48,41 @@ def alt_text(figure: Figure) -> str:
 
 
 def show(figure: Figure) -> None:
-    """Display a figure as PNG with an opaque background and its alt text, and close it."""
+    """Display a figure on an opaque background, its description folded beneath it, and close it.
+
+    The description is the image's alt text too, in the output's metadata; JupyterLab drops that, so the
+    words stand on the page as well.
+    """
     data, metadata = _bundle(figure)
     pyplot = sys.modules.get("matplotlib.pyplot")
     if pyplot is not None:
         pyplot.close(figure)
-    from IPython.display import display
+    from IPython.display import HTML, display
 
     display(data, metadata=metadata, raw=True)
+    display(HTML(_words(alt_text(figure))))
 
 
 def _bundle(figure: Figure) -> tuple[dict, dict]:
+    """The picture as PNG, with its alt text beside it and in its metadata."""
     alt = alt_text(figure)
+    described = {"alt": alt, "needs_background": "light"}
     data = {"image/png": b64encode(_png(figure)).decode(), "text/plain": alt}
-    return data, {"image/png": {"alt": alt, "needs_background": "light"}}
+    return data, {"image/png": described, "needs_background": "light"}
+
+
+def _words(alt: str) -> str:
+    return f"<details><summary>The figure in words</summary><p>{html.escape(alt)}</p></details>"
+
+
+def img(figure: Figure, png: bytes) -> str:
+    """HTML that shows `png`, drawn from `figure`, with the figure's alt text, on white."""
+    width, height = (round(inches * DPI) for inches in figure.get_size_inches())
+    return (
+        f'<img alt="{html.escape(alt_text(figure), quote=True)}" width="{width}" height="{height}" '
+        'style="max-width:100%;height:auto;background:white" '
+        f'src="data:image/png;base64,{b64encode(png).decode()}">'
+    )
 
 
 def _png(figure: Figure, *, quick: bool = False) -> bytes:

@@ -15,7 +15,7 @@ from ..plan.schedules import SCHEDULES
 from ..plan.simulate import Costs, simulate
 from ..plan.trace import Trace
 from .cells import busy_shares
-from .gantt import plot_trace
+from .gantt import plot_trace, what
 from .picture import Picture
 from .style import number, percent
 from .tables import held_at_once
@@ -41,6 +41,19 @@ class Settings:
     @property
     def backward_ms(self) -> float:
         return self.ratio * self.forward_ms
+
+    @property
+    def words(self) -> str:
+        """All of them as one line: what tells a run from another."""
+        sizes = f"{self.schedule}, P = {self.num_stages}, M = {self.num_microbatches}"
+        return ", ".join(filter(None, [sizes, self.costs]))
+
+    @property
+    def costs(self) -> str:
+        """Ratio and checkpoint mode; nothing where there is no backward."""
+        if self.schedule == "forward_only":
+            return ""
+        return f"backward ÷ forward = {self.ratio:g}, checkpoint {self.checkpoint}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +148,7 @@ def draw(
     assert schedule is not None, "a simulated trace carries its schedule"
     return plot_trace(
         trace,
-        title=title(settings, wording),
+        title=title(settings, trace, wording),
         notes=notes(trace, peak_in_flight(schedule), wording),
         row_names=wording.names(trace.num_ranks),
         kind_names=wording.kinds,
@@ -157,7 +170,7 @@ def draw_measured(
     return plot_trace(
         trace,
         memory if memory is not None and memory.rows and wording.memory else None,
-        title=title(settings, wording),
+        title=title(settings, trace, wording),
         notes=notes(trace, held_at_once(trace), wording),
         row_names=wording.names(trace.num_ranks),
         kind_names=wording.kinds,
@@ -174,9 +187,9 @@ def notes(trace: Trace, held: Sequence[int], wording: Wording) -> list[str]:
     ]
 
 
-def title(settings: Settings, wording: Wording) -> str | None:
+def title(settings: Settings, trace: Trace, wording: Wording) -> str:
     if not wording.title:
-        return None
+        return ", ".join(filter(None, [what(trace), settings.costs]))
     return wording.title.format(stages=settings.num_stages, microbatches=settings.num_microbatches)
 
 

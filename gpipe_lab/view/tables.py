@@ -161,7 +161,7 @@ class _Times:
         return 0.0
 
 
-def explain_error(measured: Trace, simulated: Trace) -> ErrorExplained:
+def explain_error(measured: Trace, simulated: Trace, *, contention: float | None = None) -> ErrorExplained:
     """Where the measured makespan's difference from the simulated one comes from, in ms.
 
     Schedules are laid out again with the measured times of the operations, one cause at a time, so the
@@ -169,7 +169,17 @@ def explain_error(measured: Trace, simulated: Trace) -> ErrorExplained:
     imbalance (operations differ from the typical one), pace missed (operations of a paced run that took
     longer than their pace), and communication and launch (waiting that neither the operations' own times
     nor the simulated messages explain).
+
+    contention: how many times as long work takes while every rank works (`doctor(contention=True)`). For
+    an unpaced run, the computation part is then split: "contention" is what that factor predicts from how
+    many other ranks worked during each operation, at most the whole part; computation is the rest.
     """
+    require(
+        contention is None or contention > 0,
+        "contention is a time over a time, above 0",
+        got=f"contention={contention}",
+        where="explain_error",
+    )
     require(
         measured.schedule is not None and simulated.schedule is not None,
         "both traces carry their schedule",
@@ -204,6 +214,11 @@ def explain_error(measured: Trace, simulated: Trace) -> ErrorExplained:
     }
     if not paced:
         del parts["pace missed"]
+    if contention is not None and not paced:
+        slowed = {op: assumed[op] * slower for op, slower in _slowdowns(measured, contention).items()}
+        predicted = makespan(slowed) - makespan(assumed)
+        share = max(0.0, min(parts["computation"], predicted))
+        parts = {"contention": share, **parts, "computation": parts["computation"] - share}
     note = f"{measured.overran} of {len(own)} operations overran their pace" if measured.overran else ""
     return ErrorExplained(measured.makespan_ms, simulated.makespan_ms, parts, note)
 
@@ -215,3 +230,18 @@ def _typical(own: dict[Op, float], assumed: dict[Op, float]) -> dict[Op, float]:
         if assumed[op] > 0:
             ratios[op.kind].append(time / assumed[op])
     return {op: assumed[op] * median(ratios[op.kind] or [1.0]) for op in own}
+
+
+def _slowdowns(trace: Trace, factor: float) -> dict[Op, float]:
+    """For each operation: 1 where it ran alone, `factor` where all ranks worked, in proportion between."""
+    others = max(1, trace.num_ranks - 1)
+    slowdowns = {}
+    for event in trace.computations:
+        shared = sum(
+            max(0.0, min(event.end_ms, other.end_ms) - max(event.start_ms, other.start_ms))
+            for other in trace.computations
+            if other.rank != event.rank
+        )
+        company = shared / event.duration_ms / others if event.duration_ms else 0.0
+        slowdowns[event.op] = 1 + (factor - 1) * company
+    return slowdowns

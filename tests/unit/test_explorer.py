@@ -8,11 +8,12 @@ import time
 from dataclasses import dataclass, replace
 from statistics import median
 
+import psutil
 import pytest
 
 import gpipe_lab as gl
 from gpipe_lab.plan.trace import PACED
-from gpipe_lab.view import background, explorer
+from gpipe_lab.view import background, explorer, runner
 from gpipe_lab.view.background import Attempt, LatestWins, Stopped
 from gpipe_lab.view.explorer import Explorer
 from gpipe_lab.view.settings import Settings, axis_end, problem, simulated
@@ -98,6 +99,36 @@ def test_run_shows_the_measured_trace_and_memory():
     assert "measured, paced" in shown and "Memory" in shown and 'alt="' in shown
     assert "error explained" in ex.panel.status.value
     assert ex.panel.stop.disabled and not ex.panel.run.disabled
+
+
+def test_a_measurement_of_other_settings_says_so():
+    ex = make()
+    ex.set(ratio=2.5)
+    ex.run(wait=True)
+    note = "Measured with gpipe, P = 4, M = 8, backward ÷ forward = 2.5, checkpoint never"
+    assert ex.panel.measured_note.value == "" and "have changed" not in ex.panel.status.value
+    for picture in (ex.panel.simulated.value, ex.panel.measured.value):
+        assert "P = 4, M = 8, backward ÷ forward = 2.5, checkpoint never" in picture
+    ex.panel.ratio.value = 1.0
+    assert f"{note}; the settings have changed since" in ex.panel.measured_note.value
+    assert note in ex.panel.status.value
+    assert "backward ÷ forward = 1, checkpoint never" in ex.panel.simulated.value
+    ex.panel.ratio.value = 2.5
+    assert ex.panel.measured_note.value == "" and "have changed" not in ex.panel.status.value
+
+
+def test_a_control_moved_while_a_run_is_in_progress():
+    ex = make(runner=FakeRunner(seconds=0.3))
+    ex.run()
+    ex.panel.ratio.value = 3.5
+    assert "backward ÷ forward = 2, checkpoint never; the settings have changed" in ex.panel.status.value
+    assert "backward ÷ forward = 3.5" in ex.panel.simulated.value
+    ex.wait(5)
+    assert "Measured with gpipe, P = 4, M = 8, backward ÷ forward = 2," in ex.panel.measured_note.value
+    assert "the settings have changed since" in ex.panel.status.value
+    assert "backward ÷ forward = 3.5" in ex.panel.simulated.value
+    assert "backward ÷ forward = 2," in ex.panel.measured.value
+    ex.close()
 
 
 def test_an_error_is_raised_by_a_waiting_run_and_shown_in_the_panel():
@@ -252,6 +283,35 @@ def test_static_twin_returns_the_table_and_shows_plain_figures(monkeypatch):
     names = table.index.get_level_values("settings").unique().tolist()
     assert names == ["gpipe, P = 2, M = 8", "gpipe, P = 4, M = 8, checkpoint always"]
     assert {"predicted", "simulated", PACED} <= set(table.columns)
+    assert ex._runner.closed, "nobody pressed Run, so nothing stays behind"
+    ratios = ex.static({"ratio": 1.0}, {"ratio": 3.0}, display=False).index.get_level_values("settings")
+    assert ratios.unique().tolist() == ["gpipe, P = 4, M = 8, ratio 1", "gpipe, P = 4, M = 8, ratio 3"]
+
+
+def test_a_panel_stops_its_own_run_only_and_closes_only_a_free_lab(monkeypatch):
+    stopped, closed = [], []
+
+    class FakeLab:
+        num_ranks = 2
+        stop = staticmethod(lambda: stopped.append(1))
+        close = staticmethod(lambda: closed.append(1))
+
+    monkeypatch.setattr(gl, "Lab", lambda **options: FakeLab())
+    lab, one, other = runner.SharedLab(), object(), object()
+
+    def give_up(phase):
+        raise Stopped(phase)
+
+    with lab.held(one, 2, "cpu", None, lambda phase: None):
+        lab.stop(other)
+        lab.close()
+        assert not stopped and not closed
+        lab.stop(one)
+        assert stopped
+        with pytest.raises(Stopped, match="another panel"), lab.held(other, 2, "cpu", None, give_up):
+            pass
+    lab.close()
+    assert closed and lab.lab is None
 
 
 def test_the_laundry_panel_offers_loads_and_stations_only():
@@ -263,7 +323,7 @@ def test_the_laundry_panel_offers_loads_and_stations_only():
     assert "180 min" in ex.panel.status.value
     described = [w.description for w in ex.panel.box.children[0].children if getattr(w, "description", "")]
     assert described == ["stations", "loads"]
-    assert len(ex.panel.box.children) == 5, "no row of schedule, checkpoint and ratio"
+    assert len(ex.panel.box.children) == 6, "no row of schedule, checkpoint and ratio"
     ex.run(wait=True)
     assert "Memory" not in ex.panel.measured.value
     ex.set(num_microbatches=10)
@@ -316,7 +376,7 @@ def test_from_the_browser_is_false_outside_a_kernel():
 @pytest.mark.dist
 def test_a_real_run_beside_its_simulation():
     with Explorer(2, 4, forward_ms=5) as ex:
-        assert ex._runner._lab is None, "no worker before the first Run"
+        assert runner.shared_lab.lab is None, "no worker before the first Run"
         result = ex.run(wait=True)
         assert result.trace.source == PACED and result.memory.rows
         assert len(result.trace.computations) == 2 * 2 * 4
@@ -330,7 +390,27 @@ def test_a_real_run_beside_its_simulation():
         with pytest.raises(RuntimeError, match="stopped"):
             ex.wait(5)
         assert time.perf_counter() - start < 2
-    assert ex._runner._lab is None
+    assert runner.shared_lab.lab is None
+
+
+def num_processes() -> int:
+    return len(psutil.Process().children(recursive=True))
+
+
+@pytest.mark.dist
+def test_panels_made_anew_share_their_workers_and_a_static_twin_leaves_none():
+    panel = Explorer(2, 2, forward_ms=1)
+    panel.static(measure=True, display=False)
+    idle = num_processes()  # the server that workers start from stays
+    panel.run(wait=True)
+    assert num_processes() == idle + 2
+    for _ in range(2):
+        panel = Explorer(2, 2, forward_ms=1)
+        panel.run(wait=True)
+        panel.static(measure=True, display=False)
+        assert num_processes() == idle + 2
+    panel.close()
+    assert num_processes() == idle
 
 
 @pytest.mark.dist

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import html
+import json
 import subprocess
 import sys
 from dataclasses import dataclass, replace
 from io import BytesIO
+from itertools import combinations
 
 import pytest
 from matplotlib.colors import to_rgb
@@ -111,20 +114,31 @@ def test_show_puts_alt_text_into_the_metadata_and_leaves_nothing_open(monkeypatc
     plain, _ = plt.subplots()
     plain.axes[0].set_title("a learner's own figure")
     show(plain)
-    (data, options), (_, plain_options) = shown
+    (data, options), (words, _), (_, plain_options), _ = shown
     assert options["raw"] and options["metadata"]["image/png"]["alt"] == alt_text(figure)
     assert data["text/plain"] == alt_text(figure)
+    assert html.escape(alt_text(figure)) in words.data, "JupyterLab shows no alt text of a PNG"
     assert "learner's own figure" in plain_options["metadata"]["image/png"]["alt"]
     assert plt.get_fignums() == []
 
 
-def test_a_picture_as_the_last_line_of_a_cell_displays_once_with_its_alt_text():
+def test_a_picture_as_the_last_line_of_a_cell_displays_once(monkeypatch):
+    import IPython.display
     from IPython.core.formatters import DisplayFormatter
 
+    shown = []
+    monkeypatch.setattr(IPython.display, "display", lambda data, **kw: shown.append(data))
     figure = plot_trace(gl.simulate(gl.gpipe(2, 2), COSTS))
-    data, metadata = DisplayFormatter().format(figure)
-    assert set(data) == {"image/png", "text/plain"}
-    assert metadata["image/png"]["alt"] == figure.alt
+    formatter = DisplayFormatter()
+    formatter.ipython_display_formatter(figure)
+    picture, words = shown
+    assert set(picture) == {"image/png", "text/plain"} and figure.alt in html.unescape(words.data)
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_what_a_cell_keeps_of_a_picture_stays_below_the_limit(name):
+    data, metadata = FIGURES[name]()._repr_mimebundle_()
+    assert len(json.dumps({"data": data, "metadata": metadata})) < 195_000
 
 
 def test_importing_the_package_does_not_import_matplotlib():
@@ -146,6 +160,9 @@ def test_the_title_says_what_ran():
         "recompute (R)",
     ):
         assert part in said
+    assert "M = 4, recompute" in said
+    assert "recompute" not in texts(plot_trace(run_like(gl.gpipe(4, 4))))
+    assert plot_trace(trace, title="The price").alt.startswith("Gantt chart. The price; gpipe, P = 4")
     titled = texts(plot_trace(trace, title="The price"))
     assert "The price" in titled and "gpipe, P = 4, M = 4" in titled
 
@@ -230,9 +247,33 @@ def test_bubble_curve_groups_measurements_and_names_the_needed_m():
     assert (spread.lowest, spread.middle, spread.highest) == tuple(shares)
     figure = plot_bubble_curve([4, 8], [1, 8, 64], measured=runs)
     assert "M ≥ 7" in texts(figure) and "M ≥ 28" in texts(figure)
-    assert "87.5 % at M = 1" in figure.alt and "Measured medians: P = 4, M = 4" in figure.alt
+    assert "87.5 % at M = 1" in figure.alt
+    assert "Measured, median and spread: P = 4, M = 4" in figure.alt
+    assert "large mark with bar: measured, paced, median and spread" in texts(figure)
+    single = plot_bubble_curve([4, 8], [1, 8, 64], measured=runs[:1])
+    assert "large mark: measured, paced, one run each" in texts(single)
+    assert "Measured, one run each: P = 4" in single.alt and "median" not in texts(single) + single.alt
     with pytest.raises(gl.InputError):
         plot_bubble_curve([0])
+
+
+@pytest.mark.parametrize("stages", [[8], [2, 4, 8]])
+def test_the_labels_of_the_bubble_curve_cover_no_mark_and_no_other_label(stages):
+    many = [1, 2, 4, 8, 16, 32, 64, 128]
+    runs = [run_like(gl.gpipe(p, m)) for p in stages for m in many]
+    figure = plot_bubble_curve(stages, many, measured=runs)
+    figure.canvas.draw()
+    axes = figure.axes[0]
+    labels = [t.get_window_extent() for t in axes.texts if t.get_text().startswith("M ≥")]
+    assert len(labels) == 2 * len(stages)
+    radius = 5.5 * figure.dpi / 72
+    for (_, m), spread in bubbles(runs).items():
+        x, y = axes.transData.transform((m, spread.middle))
+        assert not any(
+            box.x0 < x + radius and x - radius < box.x1 and box.y0 < y + radius and y - radius < box.y1
+            for box in labels
+        )
+    assert not any(a.overlaps(b) for a, b in combinations(labels, 2))
 
 
 def test_kinds_stay_apart_without_colour():
@@ -304,6 +345,28 @@ def test_error_explained_finds_the_cause_and_adds_up(costs, source, cause):
     assert explained.parts_ms[cause] == pytest.approx(gap)
     assert explained.frame().loc["total", "ms"] == pytest.approx(gap, abs=0.01)
     assert cause in str(explained) and f"{gap:+.1f} ms" in str(explained)
+
+
+@pytest.mark.parametrize("make", [gl.gpipe, gl.naive])
+def test_error_explained_takes_contention_out_of_computation(make):
+    schedule = make(4, 4)
+    simulated = gl.simulate(schedule, COSTS)
+    measured = replace(gl.simulate(schedule, Altered({}, scale=1.5)), source=MEASURED)
+    whole = explain_error(measured, simulated).parts_ms
+    parts = explain_error(measured, simulated, contention=1.4).parts_ms
+    gap = measured.makespan_ms - simulated.makespan_ms
+    assert sum(parts.values()) == pytest.approx(gap)
+    assert parts["contention"] + parts["computation"] == pytest.approx(whole["computation"])
+    if make is gl.naive:
+        assert parts["contention"] == 0, "one rank at a time has no company"
+    else:
+        assert 0 < parts["contention"] < 0.4 * simulated.makespan_ms
+    assert explain_error(measured, simulated, contention=9.0).parts_ms["computation"] >= 0
+    assert explain_error(simulated, simulated, contention=2.0).parts_ms["contention"] == 0
+    paced = replace(measured, source=PACED)
+    assert "contention" not in explain_error(paced, simulated, contention=1.4).parts_ms
+    with pytest.raises(gl.InputError, match="contention"):
+        explain_error(measured, simulated, contention=0)
 
 
 def test_error_explained_refuses_traces_of_different_schedules():
