@@ -6,6 +6,7 @@ property is a claim about what it returns, so every right way to write it passes
 
 from __future__ import annotations
 
+import ast
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator
@@ -111,6 +112,10 @@ class NotDone(Exception):
     """The answer is still a starter."""
 
 
+class NothingReturned(Exception):
+    """The answer returned None, though nothing in it says that it is unfinished."""
+
+
 def over(**ranges: Any) -> Callable[[Judge], Property]:
     """Turn `judge(answer, P, M)` into a property over the grid of the given ranges.
 
@@ -146,6 +151,9 @@ def _judge(claim: Property, finished: Answer, answer: Answer, case: Case) -> Cou
         mismatch = claim.judge(finished, **case)
     except NotDone:
         raise
+    except NothingReturned:
+        got = "your function returned None; is a `return` missing?"
+        return Counterexample(claim.name, case, "an answer", got)
     except Exception as error:
         got = f"{type(error).__name__}: {error}"
         line = _own_line(error, answer)
@@ -161,7 +169,10 @@ def _shown(value: object) -> str:
 
 
 def _finished(answer: Answer) -> Answer:
-    """The answer, or `NotDone` as soon as it shows that it is still a starter."""
+    """The answer, or `NotDone` as soon as it shows that it is still a starter.
+
+    None is no answer either: of an unfinished function because it is unfinished, else a forgotten `return`.
+    """
 
     @wraps(answer)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -169,11 +180,30 @@ def _finished(answer: Answer) -> Answer:
             result = answer(*args, **kwargs)
         except NotImplementedError as error:
             raise NotDone from error
-        if result is None or result is NotImplemented or result is Ellipsis:
+        if result is NotImplemented or result is Ellipsis:
             raise NotDone
+        if result is None:
+            raise NotDone if _has_marker(answer) else NothingReturned
         return result
 
     return call
+
+
+def _has_marker(answer: Answer) -> bool:
+    """Whether the source leaves something open: `...` in place of a value, or NotImplementedError."""
+    try:
+        tree = ast.parse(source_of(answer))
+    except (OSError, TypeError, SyntaxError):  # no source, or a part of a line: nothing to find a marker in
+        return False
+    return any(
+        (isinstance(node, ast.Name) and node.id in ("NotImplementedError", "NotImplemented"))
+        or (
+            isinstance(node, ast.Expr | ast.Return | ast.Assign | ast.AnnAssign)
+            and isinstance(node.value, ast.Constant)
+            and node.value.value is Ellipsis
+        )
+        for node in ast.walk(tree)
+    )
 
 
 def _own_line(error: Exception, answer: Answer) -> str:

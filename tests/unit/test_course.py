@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gpipe_lab.course import check, doctor, hint, predict, progress, solution, strict, track
+from gpipe_lab.course import check, claim, claims, doctor, hint, predict, progress, solution, strict, track
 from gpipe_lab.course.exercise import Answer, Exercise, Mismatch, over, source_of
 from gpipe_lab.course.exercises import all_exercises, ch04, ch05, find
 from gpipe_lab.course.publish import clean
@@ -144,9 +144,46 @@ def test_a_starter_that_is_a_whole_program_is_not_done_and_says_what_fails() -> 
     assert check(exercise, lambda n: n).status == "failed"
 
 
-@pytest.mark.parametrize("unset", [None, NotImplemented, ...])
-def test_nothing_returned_is_not_done(unset: object) -> None:
+@pytest.mark.parametrize("unset", [NotImplemented, ...])
+def test_a_placeholder_returned_is_not_done(unset: object) -> None:
     assert check(DOUBLE, lambda n: unset).status == "not done yet"
+
+
+def with_dots(n: int) -> None:
+    """Double it."""
+    ...
+
+
+def with_a_value_left_open(n: int) -> None:
+    doubled = ...
+    if doubled is not ...:
+        raise AssertionError
+
+
+def with_a_raise_that_is_not_reached(n: int) -> None:
+    if n < 0:
+        raise NotImplementedError("fill in")
+
+
+def without_return(n: int) -> None:
+    """Dots in a text or in a type... are no marker."""
+    numbers: tuple[int, ...] = (n, n)
+    sum(numbers)
+
+
+@pytest.mark.parametrize("unfinished", [with_dots, with_a_value_left_open, with_a_raise_that_is_not_reached])
+def test_nothing_returned_by_an_unfinished_function_is_not_done(unfinished: Any) -> None:
+    assert check(DOUBLE, unfinished).status == "not done yet"
+
+
+def test_a_forgotten_return_is_named() -> None:
+    namespace: dict[str, Any] = {}
+    exec("def typed(n):\n    2 * n", namespace)  # a function without a source, too
+    for forgetful in (without_return, namespace["typed"]):
+        result = check(DOUBLE, forgetful)
+        assert result.status == "failed"
+        assert "your function returned None; is a `return` missing?" in repr(result)
+        assert "fails at n=1" in repr(result)
 
 
 def test_an_exception_shows_the_line_that_raised_it() -> None:
@@ -287,6 +324,22 @@ def test_a_live_loop_moves_a_bar(monkeypatch: pytest.MonkeyPatch, broken: bool) 
     assert (bar.value, bar.bar_style) == ((1, "danger") if broken else (3, "success"))
 
 
+# Claims.
+
+
+def test_the_table_of_claims_is_shown_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["gpipe_lab.course.claims"], "_claims", {})
+    long = "the finish times of a staircase give the very same number, however many words it takes " * 2
+    claim("a", long, formula="T (M + P - 1)", predicted=4, measured=4)
+    claim("b", "short", formula="2", predicted=2, simulated=2.5, measured=3, paced=True, timed=True)
+    table = claims()
+    for shown in (table._repr_html_(), repr(table)):
+        assert long.strip() in shown
+        assert "..." not in shown and "None" not in shown and "NaN" not in shown
+    assert table["simulated"].tolist() == ["", 2.5]
+    assert table["paced"].tolist() == ["no", "yes"]
+
+
 # The doctor.
 
 
@@ -305,7 +358,20 @@ def test_doctor_says_when_runs_are_paced() -> None:
     few = doctor(num_ranks=1, device="cpu")
     many = doctor(num_ranks=few.cores + 1, device="cpu")
     assert (few.paced, many.paced) == (False, True)
-    assert "paced" in many.line
+    assert f"runs of {many.num_ranks} ranks are best paced" in many.line
+    assert "runs of 1 rank can go unpaced" in few.line
+    assert "are paced" in replace(many, kind="shared_cuda").line
+    assert few.contention is None and "all at once" not in few.line
+
+
+@pytest.mark.dist
+def test_doctor_times_one_worker_alone_against_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = 2 * doctor(num_ranks=1, device="cpu").cores
+    report = doctor(num_ranks=ranks, device="cpu", contention=True)
+    assert report.contention is not None and report.contention > 1.2  # two workers on each core
+    assert f"{report.contention:.2f} times as long" in report.line
+    monkeypatch.setattr("gpipe_lab.Lab", None)  # measured once
+    assert doctor(num_ranks=ranks, device="cpu", contention=True).contention == report.contention
 
 
 def test_doctor_refuses_an_unknown_device() -> None:

@@ -222,7 +222,8 @@ def equal_to_one_process(answer: Answer, P: int, rows: int, M: int) -> Mismatch 
             )
     returned = found.losses[-1]
     if returned is None or not abs(returned - loss) <= TOLERANCE * loss:
-        return Mismatch(f"{loss:.6f} returned on the last rank, the batch's loss", returned)
+        got = "None; is a `return` missing?" if returned is None else returned
+        return Mismatch(f"{loss:.6f} returned on the last rank, the batch's loss", got)
     return None
 
 

@@ -150,7 +150,9 @@ HELD = Exercise(
     name="04-held",
     statement=(
         "Write held(schedule, costs): for every rank the number of micro-batches whose activations it holds, "
-        "as a list of (time, count) with a point wherever an operation ends."
+        "as a list of (time, count) with a point wherever an operation ends. A rank may hold several stages: "
+        "a micro-batch counts once on each. Some schedules split a backward in two, I (the gradient of the "
+        "input) and W (of the weights), which chapter 11 explains; the micro-batch is released by W."
     ),
     starter=held,
     solution=solution,
