@@ -1,6 +1,6 @@
 # make lab    set up and open the course        make test   set up and run everything that is checked
 # make course execute the chapters in place     make lint   ruff and mypy
-# make bench  measure the engine beside torch's, and redraw the README's picture
+# make bench  measure the engine beside torch's    make slow   the tests of hosts, saves and faults in full
 
 PYTHON ?= python3
 VENV := .venv
@@ -9,14 +9,17 @@ READY := $(VENV)/.ready
 # In a container one is often root, which Jupyter wants to be told.
 JUPYTER_FLAGS ?= $(if $(filter 0,$(shell id -u)),--allow-root)
 
-.PHONY: lab test course bench lint clean
+.PHONY: lab test slow course bench lint clean
 
 lab: $(READY)
 	$(BIN)/jupyter lab notebooks/00_*.ipynb $(JUPYTER_FLAGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -m "not slow"
 	$(BIN)/python -m pytest -q --nbmake --nbmake-timeout=300 notebooks
+
+slow: $(READY)
+	$(BIN)/python -m pytest -q -m slow
 
 course: $(READY)
 	$(BIN)/python -m gpipe_lab.course.publish notebooks/*.ipynb

@@ -40,12 +40,17 @@ def main() -> None:
         prog="python -m gpipe_lab.train", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--config", type=Path, required=True, help="a TOML file; see data/train.toml")
+    status = 0
     try:
         train(read_config(parser.parse_args().config))
     except Exception:
         traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)  # a thread may be waiting for a peer that is gone
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not by way of the interpreter's end: a thread may be waiting for a peer that is gone, and torch's own
+    # threads, should they still be ending, would abort the process.
+    os._exit(status)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ from torch import nn
 
 import gpipe_lab as gl
 
+pytestmark = pytest.mark.slow
+
 FAULTS = ("exception", "exit", "kill", "hang")
 GRIDS = {
     "gpipe with recompute": (gl.gpipe(2, 1), "always"),

@@ -188,6 +188,7 @@ def test_what_cannot_cross_a_boundary_is_named(lab):
         lab.run(gl.gpipe(3, 4), [Wraps(), nn.Identity(), nn.Identity()], x, y, loss_fn=F.mse_loss)
 
 
+@pytest.mark.slow
 def test_five_hundred_runs_in_a_row_leave_nothing_behind(lab):
     import psutil
 

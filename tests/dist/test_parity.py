@@ -84,11 +84,11 @@ def test_the_other_schedules_equal_one_process_too(lab_of, num_ranks, strict):
     model = make_model()
     x, y = make_batch(13)
     loss, reference = whole_batch(model, x, y)
-    for num_microbatches in (1, 2, 3, 4, 6, 8):
+    for num_microbatches in (2, 3, 8) if strict else (1, 2, 3, 4, 6, 8):
         for schedule in other_schedules(num_ranks, num_microbatches):
             for mode in ("never", "always", "except_last"):
                 run = lab_of(num_ranks).run(
-                    schedule, model, x, y, loss_fn=F.mse_loss, checkpoint=mode, strict=strict
+                    schedule, model, x, y, loss_fn=F.mse_loss, checkpoint=mode, strict=strict, warmup=False
                 )
                 assert distance(run.gradients(), reference) <= 1e-12, (schedule.name, num_microbatches, mode)
                 assert run.loss == pytest.approx(loss, rel=1e-12)

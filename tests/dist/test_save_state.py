@@ -12,6 +12,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import gpipe_lab as gl
 
+pytestmark = pytest.mark.slow
+
 ADAM = functools.partial(torch.optim.AdamW, lr=0.05, betas=(0.8, 0.95))
 FALLING = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
 LAYERS = 9

@@ -18,6 +18,8 @@ from gpipe_lab.engine.streams import now_ms
 from gpipe_lab.train.clock import measure_offset
 from gpipe_lab.train.world import require_same
 
+pytestmark = pytest.mark.slow
+
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 CONFIG = """
 [pipeline]
