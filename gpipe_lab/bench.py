@@ -11,6 +11,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -27,6 +28,7 @@ from torch.distributed.pipelining import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
@@ -35,16 +37,17 @@ from .engine.pace import Pace
 from .engine.streams import now_ms
 from .lab.lab import Lab
 from .lab.worker import RankContext
+from .plan.ops import Kind, Op
 from .plan.schedules import SCHEDULES, gpipe, one_f_one_b
 from .plan.simulate import replay, simulate
 
 WIDTH = 16
-WHOLE_BACKWARDS = ("gpipe", "one_f_one_b", "interleaved")
 TORCH_SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
     "one_f_one_b": Schedule1F1B,
     "interleaved": ScheduleInterleaved1F1B,
     "zero_bubble_h1": ScheduleInterleavedZeroBubble,
+    "zero_bubble_v": ScheduleZBVZeroBubble,
 }
 
 
@@ -65,52 +68,37 @@ def figure(what: str, engine: str, values: list[float], unit: str) -> Figure:
     return Figure(what, engine, median(values), unit, min(values), max(values), len(values))
 
 
-class _BackwardEnds(torch.autograd.Function):
-    """Runs last in a stage's backward: waits until the backward has lasted as long as it is to last."""
+class TimedTorchStage(PipelineStage):
+    """torch's stage, its operations timed and, with a pace, held as this engine holds its own."""
 
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor, stage: PacedStage) -> torch.Tensor:
-        ctx.stage = stage
-        return x.view_as(x)
+    def __init__(self, module: nn.Module, index: int, num_stages: int, pace: Pace | None) -> None:
+        super().__init__(module, index, num_stages, torch.device("cpu"))
+        self.pace = pace
+        self.times: list[tuple[float, float]] = []  # start and end of each operation, in ms
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        _sleep_until(ctx.stage.backward_started + ctx.stage.backward_ms)
-        return gradient, None, None
+    @contextmanager
+    def _timed(self, kind: Kind) -> Iterator[None]:
+        started_ms = now_ms()
+        yield
+        if self.pace is not None:
+            op = Op(kind, self.stage_index, 0)
+            duration_ms = self.pace.duration_ms(op, num_segments=1, rows=1, largest=1)
+            time.sleep(max(0.0, started_ms + duration_ms - now_ms()) / 1000)
+        self.times.append((started_ms, now_ms()))
 
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self._timed(Kind.F):
+            return super().forward_one_chunk(*args, **kwargs)
 
-class _BackwardStarts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, stage: PacedStage) -> torch.Tensor:
-        ctx.stage = stage
-        return y.view_as(y)
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        with self._timed(Kind.B if full_backward else Kind.I):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.stage.backward_started = now_ms()
-        return gradient, None
-
-
-class PacedStage(nn.Module):
-    """A layer that takes a set time forward and backward in any engine, counted from its own start."""
-
-    def __init__(self, forward_ms: float, backward_ms: float) -> None:
-        super().__init__()
-        self.forward_ms = forward_ms
-        self.backward_ms = backward_ms
-        self.backward_started = 0.0
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.anchor = nn.Parameter(torch.zeros(()))  # so that a first stage has a backward to its input
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        started = now_ms()
-        y = _BackwardStarts.apply(self.linear(_BackwardEnds.apply(x, self.anchor, self)), self)
-        _sleep_until(started + self.forward_ms)
-        return y
-
-
-def _sleep_until(moment_ms: float) -> None:
-    time.sleep(max(0.0, moment_ms - now_ms()) / 1000)
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+        with self._timed(Kind.W):
+            super().backward_weight_one_chunk(*args, **kwargs)
 
 
 def torch_step(
@@ -120,41 +108,51 @@ def torch_step(
     num_microbatches: int,
     x: torch.Tensor,
     repeats: int,
+    pace: Pace | None = None,
 ) -> list[tuple[float, float, int]]:
-    """(start ms, end ms, peak bytes saved for backward) of each step of torch's own schedule on this rank.
+    """What each step of torch's own schedule took on this rank.
 
-    stages[rank], stages[rank + P], … are this rank's. A first step warms up and is not reported.
+    (start of the first operation in ms, end of the last one in ms, peak of bytes saved for backward). Stages
+    lie on the ranks as in this package's schedule of the same name. A first step warms up, unreported.
     """
-    num_ranks = context.num_ranks
-    device = torch.device("cpu")
+    home = SCHEDULES[schedule](context.num_ranks, num_microbatches).stage_to_rank
     local = [
-        PipelineStage(stage, index, len(stages), device)
+        TimedTorchStage(stage, index, len(stages), pace)
         for index, stage in enumerate(stages)
-        if index % num_ranks == context.rank
+        if home[index] == context.rank
     ]
     make = TORCH_SCHEDULES[schedule]
     several = issubclass(make, PipelineScheduleMulti)
     step = make(local if several else local[0], num_microbatches, loss_fn=F.mse_loss)
     args = (x,) if context.rank == 0 else ()
-    target = x if context.rank == (len(stages) - 1) % num_ranks else None
+    target = x if context.rank == home[-1] else None
     found = []
     for _ in range(repeats + 1):
         dist.barrier()
         ledger = Ledger(context.rank)
         ledger.hold("parameters", [p for stage in local for p in stage.submod.parameters()])
         weights = ledger.total
-        start = now_ms()
+        for stage in local:
+            stage.times.clear()
         with ledger.saving("saved"):
             step.step(*args, target=target)
-        found.append((start, now_ms(), ledger.highest - weights))
+        times = [moment for stage in local for pair in stage.times for moment in pair]
+        found.append((min(times), max(times), ledger.highest - weights))
     return found[1:]
 
 
 def theirs(
-    lab: Lab, stages: list[nn.Module], schedule: str, num_microbatches: int, x: torch.Tensor, repeats: int
+    lab: Lab,
+    stages: list[nn.Module],
+    schedule: str,
+    num_microbatches: int,
+    x: torch.Tensor,
+    repeats: int,
+    *,
+    pace: Pace | None = None,
 ) -> tuple[list[float], int]:
-    """torch's makespans, from the first rank's start to the last one's end, and the highest rank's peak."""
-    by_rank = lab.launch(torch_step, stages, schedule, num_microbatches, x, repeats)
+    """torch's makespans, from the first operation's start to the last one's end, and the highest peak."""
+    by_rank = lab.launch(torch_step, stages, schedule, num_microbatches, x, repeats, pace)
     steps = list(zip(*by_rank, strict=True))
     makespans = [max(end for _, end, _ in ranks) - min(start for start, _, _ in ranks) for ranks in steps]
     return makespans, max(peak for ranks in steps for _, _, peak in ranks)
@@ -179,15 +177,9 @@ def paced(
         plain = [nn.Linear(WIDTH, WIDTH) for _ in range(schedule.num_stages)]
         run = lab.run(schedule, plain, x, x, loss_fn=F.mse_loss, pace=pace, repeats=repeats)
         yield figure(f"{what}, {name}", "gpipe_lab, paced", [t / ideal for t in run.makespans_ms], "ratio")
-        if name not in WHOLE_BACKWARDS:
-            continue  # a layer cannot pace the halves of its backward by itself
-        stages: list[nn.Module] = [PacedStage(*times) for _ in range(schedule.num_stages)]
-        run = lab.run(schedule, stages, x, x, loss_fn=F.mse_loss, repeats=repeats)
-        yield figure(
-            f"{what}, {name}", "gpipe_lab, same layers", [t / ideal for t in run.makespans_ms], "ratio"
-        )
-        makespans, _ = theirs(lab, stages, name, num_microbatches, x, repeats)
-        yield figure(f"{what}, {name}", "torch, same layers", [t / ideal for t in makespans], "ratio")
+        if name in TORCH_SCHEDULES:
+            makespans, _ = theirs(lab, list(plain), name, num_microbatches, x, repeats, pace=pace)
+            yield figure(f"{what}, {name}", "torch, paced", [t / ideal for t in makespans], "ratio")
 
 
 def real(lab: Lab, repeats: int, *, width: int = 1024, num_microbatches: int = 8) -> Iterator[Figure]:
@@ -238,10 +230,11 @@ def overhead(lab: Lab, repeats: int) -> Iterator[Figure]:
     x = torch.randn(64, WIDTH)
     layer = [nn.Linear(WIDTH, WIDTH)]
     run = lab.run(gpipe(1, 32), layer, x, x, loss_fn=F.mse_loss, repeats=repeats)
+    pipelining, _ = theirs(lab, list(layer), "gpipe", 32, x, repeats)
     plain = lab.launch(_plain_steps, layer[0], x, 32, repeats)[0]
-    per_op = [1000 * t / 64 for t in run.makespans_ms]
-    yield figure("one small layer, per operation", "gpipe_lab", per_op, "us")
-    yield figure("one small layer, per operation", "plain torch", [1000 * t / 64 for t in plain], "us")
+    for engine, makespans in (("gpipe_lab", run.makespans_ms), ("torch", pipelining), ("plain torch", plain)):
+        per_op = [1000 * t / 64 for t in makespans]
+        yield figure("one small layer, per operation", engine, per_op, "us")
 
 
 def _plain_steps(

@@ -29,6 +29,7 @@ class GradientBook:
         self._sums: dict[str, torch.Tensor] = {}  # in float32, of parameters with fewer bits
         self._keys: dict[str, list[int]] = {}
         self._keys_before: dict[str, list[int]] = {}
+        self._awaited: dict[str, nn.Parameter] = {}  # those whose gradients a backward is to take in
 
     def begin(self) -> None:
         """Set aside what earlier steps have accumulated."""
@@ -44,10 +45,11 @@ class GradientBook:
                 self._before[name] = parameter.grad
                 self._keys_before[name] = self._keys.pop(name, [])
                 parameter.grad = None
+        self._awaited = dict(self.parameters)
 
     def take_in(self) -> None:
         """After a backward: gradients of few bits go into float32 sums, and new ones into the ledger."""
-        for name, parameter in self.parameters.items():
+        for name, parameter in list(self._awaited.items()):
             if parameter.grad is None:
                 continue
             held = parameter.grad
@@ -62,6 +64,8 @@ class GradientBook:
                 held = self._step_sum(name)
                 held.add_(parameter.grad)
                 parameter.grad = None
+            else:
+                del self._awaited[name]  # later micro-batches add to the same tensor
             if name not in self._keys:
                 self._keys[name] = self.ledger.hold("gradients", [held])
 

@@ -12,7 +12,6 @@ from ..plan.memory import CATEGORIES, MemoryRow
 from ..plan.ops import Op
 
 _INDEX = {category: index for index, category in enumerate(CATEGORIES)}
-_NOBODY = len(CATEGORIES)
 
 
 class OutOfMemory(RuntimeError):
@@ -24,10 +23,10 @@ class _Storage:
 
     __slots__ = ("counts", "first", "size")
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, first: int) -> None:
         self.size = size
-        self.counts = [0] * len(CATEGORIES)
-        self.first = _NOBODY
+        self.counts: dict[int, int] = {}  # by category, of those that hold it at all
+        self.first = first
 
 
 class Ledger:
@@ -42,7 +41,7 @@ class Ledger:
         self.rank = rank
         self.limit_bytes = limit_bytes
         self.total = 0
-        self.rows: list[tuple[int, Any, dict[str, int], Op | None]] = []
+        self.rows: list[tuple[int, Any, tuple[int, ...], Op | None]] = []
         self._totals = [0] * len(CATEGORIES)
         self._storages: dict[int, _Storage] = {}  # by address
         self._lock = threading.RLock()  # on CUDA, autograd frees saved tensors from its own threads
@@ -50,7 +49,7 @@ class Ledger:
         self._op: Op | None = None
         self._op_index = 0
         self._start: Any = None
-        self._high, self._highest = self.totals, 0
+        self._high, self._highest = tuple(self._totals), 0
 
     @property
     def highest(self) -> int:
@@ -74,6 +73,8 @@ class Ledger:
                     key = storage.data_ptr()
                     self._hold(index, key, size)
                     keys.append(key)
+            if self.total > self._highest:
+                self._high, self._highest = tuple(self._totals), self.total
         if self.limit_bytes is not None and self.total > self.limit_bytes:
             raise OutOfMemory(self._over_limit())
         return keys
@@ -87,28 +88,30 @@ class Ledger:
     def _hold(self, index: int, key: int, size: int) -> None:
         storage = self._storages.get(key)
         if storage is None:
-            storage = self._storages[key] = _Storage(size)
+            storage = self._storages[key] = _Storage(size, index)
             self.total += size
-        storage.counts[index] += 1
+            self._totals[index] += size
+        storage.counts[index] = storage.counts.get(index, 0) + 1
         if index < storage.first:
             self._move(storage, index)
-        if self.total > self._highest:
-            self._high, self._highest = self.totals, self.total
 
     def _release(self, index: int, key: int) -> None:
         storage = self._storages[key]
-        storage.counts[index] -= 1
-        if index == storage.first and not storage.counts[index]:
-            self._move(storage, next((i for i, count in enumerate(storage.counts) if count), _NOBODY))
-            if storage.first == _NOBODY:
-                del self._storages[key]
-                self.total -= storage.size
+        counts = storage.counts
+        counts[index] -= 1
+        if counts[index]:
+            return
+        del counts[index]
+        if not counts:
+            del self._storages[key]
+            self.total -= storage.size
+            self._totals[index] -= storage.size
+        elif index == storage.first:
+            self._move(storage, min(counts))
 
     def _move(self, storage: _Storage, to: int) -> None:
-        if storage.first != _NOBODY:
-            self._totals[storage.first] -= storage.size
-        if to != _NOBODY:
-            self._totals[to] += storage.size
+        self._totals[storage.first] -= storage.size
+        self._totals[to] += storage.size
         storage.first = to
 
     def begin(self, stamp: Any) -> None:
@@ -116,13 +119,13 @@ class Ledger:
         with self._lock:
             self.rows.clear()
             self._op, self._op_index, self._start = None, 0, stamp
-            self._high, self._highest = self.totals, self.total
+            self._highest = self.total
         self.snapshot(stamp)
 
     def start(self, op: Op, op_index: int, stamp: Any) -> None:
         with self._lock:
             self._op, self._op_index, self._start = op, op_index, stamp
-            self._high, self._highest = self.totals, self.total
+            self._highest = self.total
 
     def snapshot(self, stamp: Any) -> None:
         """Note what is held now, and what was held at the highest point since the operation started.
@@ -132,16 +135,16 @@ class Ledger:
         with self._lock:
             if self._highest > self.total:
                 self.rows.append((self._op_index, self._start, self._high, self._op))
-            self.rows.append((self._op_index, stamp, self.totals, self._op))
-            self._high, self._highest = self.totals, self.total
+            self.rows.append((self._op_index, stamp, tuple(self._totals), self._op))
+            self._highest = self.total
 
     def memory_rows(self, times_ms: list[float]) -> list[MemoryRow]:
         """The snapshots as rows, one for each category that changed; `times_ms` has one time a snapshot."""
-        last: dict[str, int] = {}
+        last: tuple[int | None, ...] = (None,) * len(CATEGORIES)
         rows = []
         for (index, _, totals, op), time_ms in zip(self.rows, times_ms, strict=True):
-            for category, size in totals.items():
-                if size != last.get(category, 0) or not last:
+            for category, size, earlier in zip(CATEGORIES, totals, last, strict=True):
+                if size != earlier:
                     rows.append(MemoryRow(self.rank, index, time_ms, category, size, op))
             last = totals
         return rows

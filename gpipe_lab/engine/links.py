@@ -8,10 +8,12 @@ waits for it in between. A send's tensors are kept until it is known to be done.
 from __future__ import annotations
 
 import pickle
+import threading
 import time
-from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 import cloudpickle
@@ -20,11 +22,12 @@ import torch.distributed as dist
 
 from ..plan.ops import RECEIVES, Op
 from .failures import PeerLost
-from .message import Message, MessageMeta, raw_bytes
+from .message import Message, MessageMeta, in_a_row
 from .streams import CudaDevice, Device, now_ms
 
 _META_TAG = 1 << 20
 _TAGS_PER_STAGE = 2
+_HOST = torch.device("cpu")
 
 
 def tag_of(op: Op, num_stages: int) -> int:
@@ -43,15 +46,23 @@ class Incoming(Protocol):
         """The tensors, once they are there (on a GPU: once the compute stream may use them)."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Sent:
-    """A send under way: `done` gives its stamp of completion."""
+    """A send under way, then done at the stamp `end`, or failed with `error`."""
 
     op: Op
     start: Any
     message: Message  # keeps the tensors alive
-    done: Future
+    end: Any = None
+    error: PeerLost | None = None
     held: list[int] = field(default_factory=list)  # what the ledger is to release
+
+    def attempt(self, transfer: Callable[[], Any]) -> None:
+        """Make `transfer` and note when it ended, or why it could not."""
+        try:
+            self.end = transfer()
+        except PeerLost as error:
+            self.error = error
 
 
 class Links:
@@ -68,63 +79,76 @@ class Links:
         self.link_ms = link_ms
         self._staged = device.torch_device.type != "cpu"
         self._threads: dict[object, ThreadPoolExecutor] = {}
-        self.pending: deque[Sent] = deque()
-        self._unwatched: list[tuple[Sent, list[Any], int]] = []
+        self._watchers: dict[int, SimpleQueue] = {}
+        self._unwatched: list[tuple[int, Sent, list[Any]]] = []
+        self._under_way = 0
+        self._arrived: SimpleQueue[Sent] = SimpleQueue()  # sends that are over
 
     def send(self, op: Op, message: Message, to: int, tag: int) -> Sent:
-        start = self.device.stamp()
+        sent = Sent(op, self.device.stamp(), message)
+        self._under_way += 1
         if self.strict or self._staged:
             self.device.finish()
-            done = self._thread("send", to).submit(self._send_now, message.tensors, to, tag)
-            return self._under_way(Sent(op, start, message, done))
-        works = [_isend(row, to, tag) for row in message.rows]
-        sent = Sent(op, start, message, Future())
-        self._unwatched.append((sent, works, to))
-        return self._under_way(sent)
-
-    def watch(self) -> None:
-        """Have threads wait for the sends posted since: called when this one is about to wait or has time."""
-        for sent, works, to in self._unwatched:
-            self._thread("send", to).submit(_wait_and_tell, works, sent.done)
-        self._unwatched.clear()
-
-    def _under_way(self, sent: Sent) -> Sent:
-        self.pending.append(sent)
+            self._thread("send", to).submit(self._send_now, sent, to, tag)
+        else:
+            self._unwatched.append((to, sent, [_isend(row, to, tag) for row in message.rows]))
         return sent
 
+    def watch(self) -> None:
+        """Have threads wait for the sends posted since: called when this one is about to wait or has time.
+
+        A thread that wakes up takes the interpreter from a computation, so there is one a peer, and it
+        does no more than note the time.
+        """
+        for to, *watched in self._unwatched:
+            if to not in self._watchers:
+                self._watchers[to] = SimpleQueue()
+                watcher = threading.Thread(
+                    target=self._watch, args=(self._watchers[to],), name=f"sends-{to}", daemon=True
+                )
+                watcher.start()
+            self._watchers[to].put(watched)
+        self._unwatched.clear()
+
+    def _watch(self, posted: SimpleQueue) -> None:
+        while (watched := posted.get()) is not None:
+            sent, works = watched
+            sent.attempt(lambda works=works: _wait_all(works))
+            self._arrived.put(sent)
+
     def receive(self, meta: MessageMeta, source: int, tag: int) -> Incoming:
-        host = [m.empty(torch.device("cpu")) for m in meta.tensors]
+        host = [m.empty(_HOST) for m in meta.tensors]
         if self.strict or self.link_ms:
             done = self._thread("receive", source).submit(_receive_now, host, source, tag)
             return _Threaded(done, host, self.link_ms, self.device)
-        return _Direct([_irecv(raw_bytes(t), source, tag) for t in host if t.numel()], host, self.device)
+        return _Direct([_irecv(in_a_row(t), source, tag) for t in host if t.numel()], host, self.device)
 
     def completed(self) -> list[Sent]:
         """The sends that are done since the last call; raises what went wrong in them."""
-        done = [sent for sent in self.pending if sent.done.done()]
-        for sent in done:
-            self.pending.remove(sent)
-            sent.done.result()
-        return done
+        return [self._next_arrived() for _ in range(self._arrived.qsize())]
 
     def finish(self) -> list[Sent]:
         """Wait for all sends that are left."""
-        left = list(self.pending)
-        self.pending.clear()
-        for sent in left:
-            sent.done.result()
-        return left
+        self.watch()
+        return [self._next_arrived() for _ in range(self._under_way)]
+
+    def _next_arrived(self) -> Sent:
+        sent = self._arrived.get()
+        self._under_way -= 1
+        if sent.error is not None:
+            raise sent.error
+        return sent
 
     def send_meta(self, meta: MessageMeta, to: int, tag: int) -> None:
         """Tell the receiving end what this and all later messages of the same signature look like."""
         data = cloudpickle.dumps(meta)  # a named tuple may be a notebook cell's own
         payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         for t in (torch.tensor([payload.numel()]), payload):
-            self._thread("meta", to).submit(_wait_all, [_isend(raw_bytes(t), to, _META_TAG + tag)])
+            self._thread("meta", to).submit(_wait_all, [_isend(t, to, _META_TAG + tag)])
 
     def receive_meta(self, source: int, tag: int) -> MessageMeta:
         size = torch.zeros(1, dtype=torch.int64)
-        _wait_all([_irecv(raw_bytes(size), source, _META_TAG + tag)])
+        _wait_all([_irecv(size, source, _META_TAG + tag)])
         payload = torch.empty(int(size), dtype=torch.uint8)
         _wait_all([_irecv(payload, source, _META_TAG + tag)])
         return pickle.loads(payload.numpy().tobytes())
@@ -132,7 +156,10 @@ class Links:
     def close(self) -> None:
         for thread in self._threads.values():
             thread.shutdown(wait=False, cancel_futures=True)
+        for watcher in self._watchers.values():
+            watcher.put(None)
         self._threads.clear()
+        self._watchers.clear()
 
     def _thread(self, purpose: str, peer: int) -> ThreadPoolExecutor:
         queue = "all" if self.strict and purpose != "meta" else (purpose, peer)
@@ -140,8 +167,9 @@ class Links:
             self._threads[queue] = ThreadPoolExecutor(1, thread_name_prefix=f"link-{queue}")
         return self._threads[queue]
 
-    def _send_now(self, tensors: list[torch.Tensor], to: int, tag: int) -> float:
-        return _wait_all([_isend(raw_bytes(t.cpu()), to, tag) for t in tensors if t.numel()])
+    def _send_now(self, sent: Sent, to: int, tag: int) -> None:
+        sent.attempt(lambda: _wait_all([_isend(row.cpu(), to, tag) for row in sent.message.rows]))
+        self._arrived.put(sent)
 
 
 class _Direct:
@@ -176,20 +204,36 @@ class NcclLinks(Links):
 
     device: CudaDevice
 
+    def __init__(self, device: Device, *, strict: bool = False, link_ms: float = 0.0) -> None:
+        super().__init__(device, strict=strict, link_ms=link_ms)
+        self._on_stream: list[Sent] = []
+
     def send(self, op: Op, message: Message, to: int, tag: int) -> Sent:
         with self.device.communicating():
             start = self.device.stamp()
             for row in message.rows:
                 row.record_stream(self.device.comm_stream)
                 _work(dist.isend(row, to)).wait()  # holds the stream, not the host
-            done: Future = _EventFuture(self.device.stamp())
-        return self._under_way(Sent(op, start, message, done))
+            sent = Sent(op, start, message, end=self.device.stamp())
+        self._on_stream.append(sent)
+        return sent
+
+    def completed(self) -> list[Sent]:
+        return self._take(lambda sent: sent.end.query())
+
+    def finish(self) -> list[Sent]:
+        return self._take(lambda sent: True)  # the end of the step waits for the device
+
+    def _take(self, is_done: Callable[[Sent], bool]) -> list[Sent]:
+        done = [sent for sent in self._on_stream if is_done(sent)]
+        self._on_stream = [sent for sent in self._on_stream if sent not in done]
+        return done
 
     def receive(self, meta: MessageMeta, source: int, tag: int) -> Incoming:
         with self.device.communicating():
             tensors = [m.empty(self.device.torch_device) for m in meta.tensors]
             for tensor in tensors:
-                _work(dist.irecv(raw_bytes(tensor), source)).wait()
+                _work(dist.irecv(in_a_row(tensor), source)).wait()
             return _OnStream(tensors, self.device.stamp())
 
 
@@ -207,20 +251,6 @@ class _OnStream:
         return self.tensors
 
 
-class _EventFuture(Future):
-    """A future that is done when a GPU event is; its result is the event, a stamp."""
-
-    def __init__(self, event: torch.cuda.Event) -> None:
-        super().__init__()
-        self._event = event
-
-    def done(self) -> bool:
-        return self._event.query()
-
-    def result(self, timeout: float | None = None) -> Any:
-        return self._event
-
-
 def open_links(kind: str, device: Device, *, strict: bool = False) -> Links:
     """The links for a `DevicePlan` of this kind."""
     return (NcclLinks if kind == "cuda" else Links)(device, strict=strict)
@@ -232,18 +262,24 @@ def _work(posted: dist.Work | None) -> dist.Work:
 
 
 def _isend(row: torch.Tensor, to: int, tag: int) -> Any:
-    return _guarded(dist.isend, row, to, tag)
+    try:
+        return _group().send([row], to, tag)
+    except RuntimeError as error:
+        raise PeerLost(f"send to rank {to} failed: {error}") from error
 
 
 def _irecv(row: torch.Tensor, source: int, tag: int) -> Any:
-    return _guarded(dist.irecv, row, source, tag)
-
-
-def _guarded(post: Any, row: torch.Tensor, peer: int, tag: int) -> Any:
     try:
-        return post(row, peer, tag=tag)
+        return _group().recv([row], source, tag)
     except RuntimeError as error:
-        raise PeerLost(f"transfer with rank {peer} failed: {error}") from error
+        raise PeerLost(f"receive from rank {source} failed: {error}") from error
+
+
+def _group() -> dist.ProcessGroup:
+    """The default group, spoken to without the detours of `dist.isend`, which double a transfer's cost."""
+    group = dist.group.WORLD
+    assert group is not None, "the workers' first job forms it"
+    return group
 
 
 def _wait_all(works: list[Any]) -> float:
@@ -256,12 +292,5 @@ def _wait_all(works: list[Any]) -> float:
     return now_ms()
 
 
-def _wait_and_tell(works: list[Any], done: Future) -> None:
-    try:
-        done.set_result(_wait_all(works))
-    except PeerLost as error:
-        done.set_exception(error)
-
-
 def _receive_now(tensors: list[torch.Tensor], source: int, tag: int) -> float:
-    return _wait_all([_irecv(raw_bytes(t), source, tag) for t in tensors if t.numel()])
+    return _wait_all([_irecv(in_a_row(t), source, tag) for t in tensors if t.numel()])

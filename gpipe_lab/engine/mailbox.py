@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from ..plan.ops import Kind, Op
+from ..plan.ops import SENDS, TRANSFERS, Kind, Op
 from ..plan.schedule import Schedule, peer
 from ..plan.trace import COMM_LANE, WAIT_LANE
 from .ledger import Ledger
 from .links import Incoming, Links, Sent, tag_of
-from .message import Message, MessageMeta, check_agreed, pack
+from .message import Message, MessageMeta, pack
 from .tracer import Tracer
 from .tree import Tree
 
@@ -76,6 +76,7 @@ class Mailbox:
         self.tracer = tracer
         self.board = board
         self.bytes_sent: dict[tuple[int, int], int] = {}
+        self._routes = {op: self._route(op) for op in schedule.ops[rank] if op.kind in TRANSFERS}
         self._incoming: dict[Op, tuple[Incoming, MessageMeta, list[int]]] = {}
         self._outgoing: dict[Op, tuple[Message, list[int]]] = {}
 
@@ -83,10 +84,12 @@ class Mailbox:
         """Make a send's message ready, within the operation whose result it is: it can then leave at once."""
         if op.kind is Kind.SEND_B and not value.tree:
             return  # nothing at this boundary needs a gradient, and the other end knows
-        where = f"{op} on rank {self.rank}"
-        message = pack(value.tree, needs_gradient=value.needs_gradient, where=where)
-        agreed = self.agreements.metas.get(self._key(op), message.meta)
-        check_agreed(message.meta, agreed, where)
+        message = pack(
+            value.tree,
+            needs_gradient=value.needs_gradient,
+            where=_Place(op, self.rank),
+            agreed=self.agreements.metas.get(self._routes[op].key),
+        )
         self._outgoing[op] = message, self.ledger.hold(_outgoing(op), message.tensors)
 
     def send(self, op: Op) -> None:
@@ -94,9 +97,9 @@ class Mailbox:
         if op not in self._outgoing:
             return
         message, keys = self._outgoing.pop(op)
-        to = self.schedule.rank_of[peer(op)]
-        tag = tag_of(op, self.schedule.num_stages)
-        if self.agreements.metas.setdefault(self._key(op), message.meta) is message.meta:
+        to, tag, key = self._routes[op]
+        if key not in self.agreements.metas:
+            self.agreements.metas[key] = message.meta
             self.links.send_meta(message.meta, to, tag)
         self.links.send(op, message, to, tag).held = keys
         link = (self.rank, to)
@@ -106,10 +109,7 @@ class Mailbox:
         """Make ready for a message, unless none will come."""
         if op.kind is Kind.RECV_B and not self._expects_gradients(op):
             return
-        send = peer(op)
-        source = self.schedule.rank_of[send]
-        tag = tag_of(op, self.schedule.num_stages)
-        key = self._key(send)
+        source, tag, key = self._routes[op]
         if key not in self.agreements.metas:
             self.board.mark(op, waits=True)
             self.agreements.metas[key] = self.links.receive_meta(source, tag)
@@ -131,8 +131,7 @@ class Mailbox:
         end = self.tracer.device.stamp()
         self.tracer.add(WAIT_LANE, op, start, end)
         self.tracer.add(COMM_LANE, op, end, end)
-        flags = [tensor.needs_gradient for tensor in meta.tensors]
-        return Value(meta.assemble(received), flags, keys)
+        return Value(meta.assemble(received), meta.needs_gradient, keys)
 
     def settle(self, *, wait: bool = False) -> None:
         """Let go of what has been sent; with `wait`, of all of it."""
@@ -142,14 +141,35 @@ class Mailbox:
 
     def _note(self, sent: Sent) -> None:
         self.ledger.release(_outgoing(sent.op), sent.held)
-        self.tracer.add(COMM_LANE, sent.op, sent.start, sent.done.result())
+        self.tracer.add(COMM_LANE, sent.op, sent.start, sent.end)
 
     def _expects_gradients(self, op: Op) -> bool:
-        sent = self.agreements.metas[self._key(Op(Kind.SEND_F, op.stage, op.microbatch))]
-        return any(tensor.needs_gradient for tensor in sent.tensors)
+        sent = self.agreements.metas[Kind.SEND_F, op.stage, self.signatures[op.microbatch]]
+        return any(sent.needs_gradient)
 
-    def _key(self, send: Op) -> tuple[Kind, int, str]:
-        return send.kind, send.stage, self.signatures[send.microbatch]
+    def _route(self, op: Op) -> _Route:
+        other = peer(op)
+        send = op if op.kind in SENDS else other
+        key = send.kind, send.stage, self.signatures[send.microbatch]
+        return _Route(self.schedule.rank_of[other], tag_of(op, self.schedule.num_stages), key)
+
+
+class _Route(NamedTuple):
+    """What a transfer needs to know besides its tensors; `key` is that of what both ends have agreed on."""
+
+    rank: int  # of the other end
+    tag: int
+    key: tuple[Kind, int, str]
+
+
+class _Place(NamedTuple):
+    """Where a message is made, put into words only for an error."""
+
+    op: Op
+    rank: int
+
+    def __str__(self) -> str:
+        return f"{self.op} on rank {self.rank}"
 
 
 def _outgoing(op: Op) -> str:

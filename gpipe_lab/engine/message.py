@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,8 +12,7 @@ from .failures import BoundaryChanged
 from .tree import Tree, TreeSpec, flatten, unflatten
 
 
-@dataclass(frozen=True)
-class TensorMeta:
+class TensorMeta(NamedTuple):
     """Everything the receiving end must know of a tensor before it arrives.
 
     Strides are part of it: the same numbers laid out differently add up in a different order.
@@ -34,20 +34,26 @@ class MessageMeta:
     spec: TreeSpec
     leaves: tuple[Any, ...]
 
-    @property
+    @cached_property
     def tensors(self) -> tuple[TensorMeta, ...]:
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorMeta))
 
+    @cached_property
+    def needs_gradient(self) -> list[bool]:
+        """For each tensor, whether it needs a gradient."""
+        return [tensor.needs_gradient for tensor in self.tensors]
+
     def assemble(self, tensors: list[torch.Tensor]) -> Tree:
+        if self.spec.container is None and tensors:
+            return tensors[0]
         remaining = iter(tensors)
         return unflatten(
             [next(remaining) if isinstance(leaf, TensorMeta) else leaf for leaf in self.leaves], self.spec
         )
 
 
-@dataclass(frozen=True)
-class Message:
-    """A tree of tensors on its way, each dense in memory; `rows` are the same as rows of bytes."""
+class Message(NamedTuple):
+    """A tree of tensors on its way, each dense in memory; `rows` are those that have bytes to send."""
 
     meta: MessageMeta
     tensors: list[torch.Tensor]
@@ -55,11 +61,16 @@ class Message:
 
     @property
     def num_bytes(self) -> int:
-        return sum(row.numel() for row in self.rows)
+        return sum(row.nbytes for row in self.rows)
 
 
-def pack(tree: Tree, *, needs_gradient: list[bool], where: str) -> Message:
-    """Make a message of a stage's output (or of gradients). Raises `TypeError` for what cannot be sent."""
+def pack(
+    tree: Tree, *, needs_gradient: list[bool], where: object, agreed: MessageMeta | None = None
+) -> Message:
+    """Make a message of a stage's output (or of gradients).
+
+    Raises `TypeError` for what cannot be sent, `BoundaryChanged` for what is not as `agreed`.
+    """
     leaves, spec = flatten(tree)
     flags = iter(needs_gradient)
     metas: list[Any] = []
@@ -68,7 +79,7 @@ def pack(tree: Tree, *, needs_gradient: list[bool], where: str) -> Message:
         if isinstance(leaf, torch.Tensor):
             tensor = dense(leaf.detach())
             tensors.append(tensor)
-            metas.append(TensorMeta(tuple(tensor.shape), tensor.stride(), tensor.dtype, next(flags)))
+            metas.append(TensorMeta(tensor.shape, tensor.stride(), tensor.dtype, next(flags)))
         elif leaf is None or isinstance(leaf, bool | int | float | str):
             metas.append(leaf)
         else:
@@ -77,8 +88,13 @@ def pack(tree: Tree, *, needs_gradient: list[bool], where: str) -> Message:
                 f"plain constants\ngot:    {type(leaf).__name__}\nwhere:  {where}\n"
                 "remedy: return the tensors inside it"
             )
-    rows = [raw_bytes(tensor) for tensor in tensors if tensor.numel()]
-    return Message(MessageMeta(spec, tuple(metas)), tensors, rows)
+    rows = [in_a_row(tensor) for tensor in tensors if tensor.numel()]
+    found = tuple(metas)
+    if agreed is None or agreed.leaves != found or agreed.spec != spec:
+        actual = MessageMeta(spec, found)
+        check_agreed(actual, actual if agreed is None else agreed, where)
+        agreed = actual
+    return Message(agreed, tensors, rows)
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -87,6 +103,8 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
     So is one that is only marked as conjugated or negated: its memory holds other numbers.
     """
     tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.is_contiguous():
+        return tensor
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:
@@ -97,13 +115,14 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor's memory as one row of bytes, whatever its dtype and strides; no copy."""
-    flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-    return flat.view(torch.uint8)
+def in_a_row(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's memory in the order in which it lies there, as transfers want it; no copy."""
+    if tensor.is_contiguous():
+        return tensor
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
-def check_agreed(actual: MessageMeta, agreed: MessageMeta, where: str) -> None:
+def check_agreed(actual: MessageMeta, agreed: MessageMeta, where: object) -> None:
     """Raise `BoundaryChanged`, with the fields that differ, unless a message is what both ends expect."""
     if actual == agreed:
         return
@@ -112,7 +131,7 @@ def check_agreed(actual: MessageMeta, agreed: MessageMeta, where: str) -> None:
         lines.append(f"nesting: {actual.spec} instead of {agreed.spec}")
     for index, (new, old) in enumerate(zip(actual.leaves, agreed.leaves, strict=False)):
         if isinstance(new, TensorMeta) and isinstance(old, TensorMeta):
-            changed = [f.name for f in fields(new) if getattr(new, f.name) != getattr(old, f.name)]
+            changed = [n for n in TensorMeta._fields if getattr(new, n) != getattr(old, n)]
             lines += [f"tensor {index}, {n}: {getattr(new, n)} instead of {getattr(old, n)}" for n in changed]
         elif new != old:
             lines.append(f"value {index}: {new!r} instead of {old!r}")

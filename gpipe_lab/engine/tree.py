@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 Tree = Any  # a tensor, or any nesting of tuples, lists and dicts of tensors and constants
 
 
-@dataclass(frozen=True)
-class TreeSpec:
+class TreeSpec(NamedTuple):
     """A nesting without its leaves; keys are those of a dict."""
 
     container: Any = None  # a class, or None for a leaf
@@ -32,6 +30,8 @@ LEAF = TreeSpec()
 
 def flatten(tree: Tree) -> tuple[list[Any], TreeSpec]:
     """(leaves, what is needed to put them together again)."""
+    if isinstance(tree, torch.Tensor):  # by far the most common
+        return [tree], LEAF
     if isinstance(tree, dict):
         keys, values = tuple(tree), list(tree.values())
     elif isinstance(tree, list | tuple):
@@ -64,9 +64,13 @@ def _build(leaves: Iterator[Any], spec: TreeSpec) -> Tree:
 
 def map_tensors(function: Callable[[torch.Tensor], Any], tree: Tree) -> Tree:
     """The same nesting with `function` applied to every tensor."""
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
     leaves, spec = flatten(tree)
     return unflatten([function(x) if isinstance(x, torch.Tensor) else x for x in leaves], spec)
 
 
 def tensors(tree: Tree) -> list[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        return [tree]
     return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, torch.Tensor)]

@@ -14,7 +14,7 @@ from gpipe_lab.engine import corpus as corpus_module
 from gpipe_lab.engine.executor import segment_layers
 from gpipe_lab.engine.ledger import Ledger, OutOfMemory
 from gpipe_lab.engine.links import tag_of
-from gpipe_lab.engine.message import check_agreed, dense, pack, raw_bytes
+from gpipe_lab.engine.message import check_agreed, dense, in_a_row, pack
 from gpipe_lab.engine.microbatch import merge, microbatch_sizes, signature, split
 from gpipe_lab.engine.seeding import layer_seed
 from gpipe_lab.engine.stage import Objective, Stage, StepContext
@@ -85,12 +85,12 @@ def test_split_makes_copies_and_merge_undoes_it():
         torch.randn(2, 2, dtype=torch.complex64),
     ],
 )
-def test_raw_bytes_carry_any_tensor(tensor):
+def test_a_row_carries_any_tensor(tensor):
     sent = dense(tensor)
     received = torch.empty_strided(sent.shape, sent.stride(), dtype=sent.dtype)
-    raw_bytes(received).copy_(raw_bytes(sent))
+    in_a_row(received).copy_(in_a_row(sent))
     assert torch.equal(received, tensor)
-    assert raw_bytes(sent).numel() == tensor.numel() * tensor.element_size()
+    assert in_a_row(sent).is_contiguous() and in_a_row(sent).nbytes == tensor.nbytes
 
 
 def test_a_changed_message_says_which_fields_differ():
