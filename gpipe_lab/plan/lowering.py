@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .errors import is_count, require
-from .ops import SENDS, TRANSFERS, Kind, Op
-from .schedule import Schedule, dependencies, peer, send_of, walk
-from .simulate import Costs, OpCosts
+from .ops import SENDS, TRANSFERS, Kind, Op, peer
+from .schedule import Schedule, dependencies
+from .simulate import Costs, OpCosts, Times
 from .validate import validate
 
 
@@ -50,14 +50,9 @@ def lower(schedule: Schedule, *, hoist: int = 2, costs: OpCosts | None = None) -
 
 def _sends(schedule: Schedule, costs: OpCosts) -> list[Op]:
     """The sends between ranks, in the order in which their results come to exist."""
-    walked = walk(
-        schedule,
-        duration=lambda op: costs.duration_ms(op, schedule),
-        delay=lambda op: costs.delay_ms(op, schedule),
-    )
-    sends = [(end, send_of(op, schedule)) for _, op, _, end in walked.events]
-    ordered = sorted(sends, key=lambda entry: entry[0])  # stable: ties keep the order of the walk
-    return [send for _, send in ordered if send is not None]
+    _, ends = Times(schedule, costs).columns
+    ordered = sorted(schedule.messages, key=lambda message: ends[message.step])  # ties: as in the walk
+    return [message.send for message in ordered]
 
 
 def _merge(row: tuple[Op, ...], transfers: list[Op], schedule: Schedule, hoist: int) -> list[Op]:

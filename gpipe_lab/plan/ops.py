@@ -62,3 +62,17 @@ class Op(NamedTuple):
             raise ValueError(f"not an operation: {text!r} (expected something like '2F0')")
         stage, kind, microbatch, segment = match.groups()
         return cls(Kind(kind), int(stage), int(microbatch), int(segment or 0))
+
+
+def peer(op: Op) -> Op:
+    """The other end of a transfer."""
+    match op.kind:
+        case Kind.SEND_F:
+            return Op(Kind.RECV_F, op.stage + 1, op.microbatch)
+        case Kind.RECV_F:
+            return Op(Kind.SEND_F, op.stage - 1, op.microbatch)
+        case Kind.SEND_B:
+            return Op(Kind.RECV_B, op.stage - 1, op.microbatch)
+        case Kind.RECV_B:
+            return Op(Kind.SEND_B, op.stage + 1, op.microbatch)
+    raise ValueError(f"{op} is not a transfer")

@@ -7,13 +7,12 @@ which is what `walk` does.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import NamedTuple
 
-from .ops import COMPUTE, RECEIVES, TRANSFERS, Kind, Op
+from .ops import BACKWARD, COMPUTE, Kind, Op, peer
+from .walk import Walk, walk
 
 
 @dataclass(frozen=True)
@@ -65,9 +64,31 @@ class Schedule:
         return {op: rank for rank, ops in enumerate(self.ops) for op in ops}
 
     @cached_property
+    def kinds(self) -> frozenset[Kind]:
+        """The kinds of operation there are: what is not among them need not be looked for."""
+        return frozenset({op.kind for op in self.rank_of})
+
+    @cached_property
     def needs(self) -> dict[Op, tuple[Op, ...]]:
         """The `dependencies` of every operation, worked out once."""
         return {op: dependencies(op, self) for op in self.rank_of}
+
+    @cached_property
+    def walked(self) -> Walk:
+        """The order in which the operations can run, worked out once."""
+        return walk(self)
+
+    @cached_property
+    def messages(self) -> tuple[Message, ...]:
+        """The messages that the results of an authored schedule are sent in, in the order of its walk."""
+        found = []
+        for op, step in zip(self.walked.ops, self.walked.step_of, strict=True):
+            send = send_of(op, self)
+            if send is not None:
+                receive = peer(send)
+                sender, receiver = (self.home(end.stage, end.microbatch) for end in (send, receive))
+                found.append(Message(op, step, send, receive, sender, receiver))
+        return tuple(found)
 
     @cached_property
     def last_segment(self) -> dict[tuple[int, int], int]:
@@ -82,7 +103,7 @@ class Schedule:
     @cached_property
     def trains(self) -> bool:
         """Whether there is any backward: a schedule without one is inference."""
-        return any(op.kind in (Kind.B, Kind.I, Kind.W) for op in self.rank_of)
+        return not self.kinds.isdisjoint(BACKWARD)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         return tuple(s for s, r in enumerate(self.stage_to_rank) if r == rank % self.ranks_per_replica)
@@ -111,35 +132,36 @@ class Schedule:
 
         The operations of a schedule that cannot run to its end are listed in program order instead.
         """
-        walked = walk(self, duration=lambda op: 1.0)
+        walked = self.walked
         if walked.is_stuck:
             return [[self.label(op) for op in ops] for ops in self.ops]
-        placed = [(rank, round(start), op) for rank, op, start, _ in walked.events if op.kind in COMPUTE]
-        num_slots = 1 + max((slot for _, slot, _ in placed), default=-1)
-        rows = [["."] * num_slots for _ in self.ops]
-        for rank, slot, op in placed:
-            rows[rank][slot] = self.label(op)
+        one_slot = [float(work is not None and work.kind in COMPUTE) for work in walked.steps.works]
+        starts, ends = walked.steps.times(walked.steps.zeros, one_slot)
+        rows = [["."] * round(max(ends)) for _ in self.ops]
+        for rank, op, step in zip(walked.ranks, walked.ops, walked.step_of, strict=True):
+            if op.kind in COMPUTE:
+                rows[rank][round(starts[step])] = self.label(op)
         return rows
+
+
+class Message(NamedTuple):
+    """The result of `op`, which is step number `step` of the walk, on its way from rank to rank."""
+
+    op: Op
+    step: int
+    send: Op
+    receive: Op
+    sender: int
+    receiver: int
 
 
 def input_gradient(stage: int, microbatch: int, schedule: Schedule) -> Op:
     """The operation that yields the gradient of a stage's input: I where split, else the last B to run."""
-    split = Op(Kind.I, stage, microbatch)
-    return split if split in schedule.rank_of else Op(Kind.B, stage, microbatch)
-
-
-def peer(op: Op) -> Op:
-    """The other end of a transfer."""
-    match op.kind:
-        case Kind.SEND_F:
-            return Op(Kind.RECV_F, op.stage + 1, op.microbatch)
-        case Kind.RECV_F:
-            return Op(Kind.SEND_F, op.stage - 1, op.microbatch)
-        case Kind.SEND_B:
-            return Op(Kind.RECV_B, op.stage - 1, op.microbatch)
-        case Kind.RECV_B:
-            return Op(Kind.SEND_B, op.stage + 1, op.microbatch)
-    raise ValueError(f"{op} is not a transfer")
+    if Kind.I in schedule.kinds:
+        split = Op(Kind.I, stage, microbatch)
+        if split in schedule.rank_of:
+            return split
+    return Op(Kind.B, stage, microbatch)
 
 
 def send_of(op: Op, schedule: Schedule) -> Op | None:
@@ -163,7 +185,6 @@ def dependencies(op: Op, schedule: Schedule) -> tuple[Op, ...]:
     rendezvous.
     """
     kind, stage, microbatch, segment = op
-    present = schedule.rank_of
     match kind:
         case Kind.F:
             return _input(stage, microbatch, schedule)
@@ -172,13 +193,14 @@ def dependencies(op: Op, schedule: Schedule) -> tuple[Op, ...]:
             gradient = _gradient(stage, microbatch, schedule) if waits else ()
             return (Op(Kind.F, stage, microbatch), *gradient)
         case Kind.B | Kind.I:
-            recompute = Op(Kind.R, stage, microbatch, segment)
             if _is_first(op, schedule):
                 before = _gradient(stage, microbatch, schedule)
             else:
                 before = (Op(Kind.B, stage, microbatch, segment + 1),)
-            recomputed = (recompute,) if recompute in present else ()
-            return (Op(Kind.F, stage, microbatch), *recomputed, *before)
+            recompute = Op(Kind.R, stage, microbatch, segment) if Kind.R in schedule.kinds else None
+            if recompute in schedule.rank_of:
+                before = (recompute, *before)
+            return (Op(Kind.F, stage, microbatch), *before)
         case Kind.W:
             return (Op(Kind.I, stage, microbatch),)
         case Kind.SEND_F:
@@ -199,125 +221,19 @@ def _input(stage: int, microbatch: int, schedule: Schedule) -> tuple[Op, ...]:
     """What brings the input of a stage's forward: a receive, or the forward before it."""
     if stage == 0:
         return ()
-    received = Op(Kind.RECV_F, stage, microbatch)
-    return (received if received in schedule.rank_of else Op(Kind.F, stage - 1, microbatch),)
+    if Kind.RECV_F in schedule.kinds:
+        received = Op(Kind.RECV_F, stage, microbatch)
+        if received in schedule.rank_of:
+            return (received,)
+    return (Op(Kind.F, stage - 1, microbatch),)
 
 
 def _gradient(stage: int, microbatch: int, schedule: Schedule) -> tuple[Op, ...]:
     """What brings the gradient that a stage's backward starts from: nothing does on the last stage."""
     if stage + 1 >= schedule.num_stages:
         return ()
-    received = Op(Kind.RECV_B, stage, microbatch)
-    if received in schedule.rank_of:
-        return (received,)
+    if Kind.RECV_B in schedule.kinds:
+        received = Op(Kind.RECV_B, stage, microbatch)
+        if received in schedule.rank_of:
+            return (received,)
     return (input_gradient(stage + 1, microbatch, schedule),)
-
-
-class Placed(NamedTuple):
-    """One operation laid out on a clock."""
-
-    rank: int
-    op: Op
-    start: float
-    end: float
-
-
-@dataclass(frozen=True)
-class Walk:
-    """The operations that could run, in an order in which they can; and where each stuck rank stands.
-
-    blocked maps a rank to (its computation that cannot start, what that waits for); heads maps a rank
-    to the first of its posted transfers that has not started; posted holds all of those.
-    """
-
-    events: tuple[Placed, ...]
-    blocked: dict[int, tuple[Op, Op]]
-    heads: dict[int, Op]
-    posted: frozenset[Op]
-
-    @property
-    def is_stuck(self) -> bool:
-        return bool(self.blocked or self.heads)
-
-
-def walk(
-    schedule: Schedule,
-    *,
-    duration: Callable[[Op], float],
-    delay: Callable[[Op], float] = lambda source: 0.0,
-) -> Walk:
-    """Lay a schedule out on a clock: each operation starts when its rank and its inputs are free.
-
-    `duration` gives a computation's time; `delay(op)` how long a message travels, where `op` is the
-    send of a lowered schedule or else the computation whose result travels. Computations of a rank
-    run one after another. Transfers of a lowered schedule are posted when their rank reaches them and
-    do not hold the rank up, but each rank starts its own in order, and a transfer starts only when
-    both ends have posted it (the strictest thing NCCL may do).
-    """
-    needs = schedule.needs
-    finish: dict[Op, float] = {}
-    events: list[Placed] = []
-    free = [0.0] * schedule.num_ranks
-    cursor = [0] * schedule.num_ranks
-    posted: list[deque[tuple[Op, float]]] = [deque() for _ in schedule.ops]
-    last_transfer = [0.0] * schedule.num_ranks
-    waiting: dict[Op, list[int]] = defaultdict(list)
-    blocked: dict[int, tuple[Op, Op]] = {}
-    runnable = deque(range(schedule.num_ranks))
-
-    def complete(rank: int, op: Op, start: float, end: float) -> None:
-        finish[op] = end
-        events.append(Placed(rank, op, start, end))
-        runnable.extend(waiting.pop(op, ()))
-
-    def start_transfers(rank: int) -> None:
-        ranks = [rank]
-        while ranks:
-            rank = ranks.pop()
-            if not posted[rank]:
-                continue
-            op, posted_at = posted[rank][0]
-            other = peer(op)
-            other_rank = schedule.rank_of.get(other)
-            if other_rank is None or not posted[other_rank] or posted[other_rank][0][0] != other:
-                continue
-            _, other_posted_at = posted[other_rank][0]
-            start = max(posted_at, other_posted_at, last_transfer[rank], last_transfer[other_rank])
-            send = other if op.kind in RECEIVES else op
-            end = start + delay(send)
-            for end_rank, end_op in ((rank, op), (other_rank, other)):
-                posted[end_rank].popleft()
-                last_transfer[end_rank] = start
-                complete(end_rank, end_op, start, end)
-            ranks += (rank, other_rank)
-
-    def arrival(dependency: Op, rank: int) -> float:
-        crosses = dependency.kind in COMPUTE and schedule.rank_of[dependency] != rank
-        return finish[dependency] + (delay(dependency) if crosses else 0.0)
-
-    while runnable:
-        rank = runnable.popleft()
-        ops = schedule.ops[rank]
-        blocked.pop(rank, None)
-        while cursor[rank] < len(ops):
-            op = ops[cursor[rank]]
-            start = free[rank]
-            for needed in () if op.kind in RECEIVES else needs[op]:
-                if needed not in finish:
-                    blocked[rank] = (op, needed)
-                    waiting[needed].append(rank)
-                    break
-                start = max(start, arrival(needed, rank))
-            if rank in blocked:
-                break
-            cursor[rank] += 1
-            if op.kind in TRANSFERS:
-                posted[rank].append((op, start))
-                start_transfers(rank)
-            else:
-                free[rank] = start + (duration(op) if op.kind in COMPUTE else 0.0)
-                complete(rank, op, start, free[rank])
-
-    heads = {rank: queue[0][0] for rank, queue in enumerate(posted) if queue}
-    not_started = frozenset(op for queue in posted for op, _ in queue)
-    return Walk(tuple(events), blocked, heads, not_started)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from numbers import Real
+from operator import itemgetter
 from typing import Protocol
 
 from .errors import require
-from .ops import COMPUTE, TRANSFERS, Kind, Op
-from .schedule import Placed, Schedule, peer, send_of, walk
-from .trace import COMM_LANE, COMPUTE_LANE, SIMULATED, Event, Trace
+from .ops import COMPUTE, SENDS, Kind, Op
+from .schedule import Schedule
+from .trace import COMM_LANE, COMPUTE_LANE, SIMULATED, Event, Row, Trace
 from .validate import validate
 
 Cost = float | Sequence[float]  # one for all stages, or one per stage
@@ -120,16 +122,65 @@ def simulate(schedule: Schedule, costs: OpCosts | None = None) -> Trace:
     ends have posted them; an authored one's when their result is there.
     """
     validate(schedule)
-    costs = Costs() if costs is None else costs
-    walked = walk(
-        schedule,
-        duration=lambda op: costs.duration_ms(op, schedule),
-        delay=lambda op: costs.delay_ms(op, schedule),
-    )
-    events = [_event(placed) for placed in walked.events]
-    if not any(e.op.kind in TRANSFERS for e in events):
-        events += _messages(walked.events, schedule, costs)
-    return Trace(tuple(sorted(events, key=lambda e: (e.start_ms, e.rank))), SIMULATED, schedule)
+    times = Times(schedule, Costs() if costs is None else costs)
+    _ = times.columns  # costs that do not fit the schedule are refused here
+    return Trace.laid_out(times, SIMULATED, schedule)
+
+
+@dataclass(frozen=True)
+class Times:
+    """When every operation of a schedule that can run starts and ends with these costs, in columns.
+
+    A trace of it reads what it needs: its metrics the rows, a picture the events.
+    """
+
+    schedule: Schedule
+    costs: OpCosts
+
+    @cached_property
+    def columns(self) -> tuple[list[float], list[float]]:
+        """(starts, ends) in ms of the steps of `schedule.walked`."""
+        walked = self.schedule.walked
+        if not isinstance(self.costs, Costs):
+            messages = [self._price(op, is_message=True) for op in walked.steps.messages]
+            works = [self._price(op) for op in walked.steps.works]
+            return walked.steps.times(messages, works)
+        groups = walked.groups  # what is alike costs alike: one price a kind and stage will do
+        delays = [self._price(op, is_message=True) for op in groups.message_examples]
+        durations = [self._price(op) for op in groups.work_examples]
+        messages = [delays[group] for group in groups.messages] if any(delays) else walked.steps.zeros
+        return walked.steps.times(messages, [durations[group] for group in groups.works])
+
+    def _price(self, op: Op | None, *, is_message: bool = False) -> float:
+        if op is None:
+            return 0.0
+        travels = is_message or op.kind in SENDS
+        return (self.costs.delay_ms if travels else self.costs.duration_ms)(op, self.schedule)
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """For every rank, (kind, start, end) of its computations in the order they run."""
+        starts, ends = self.columns
+        rows = []
+        for kinds, steps in self.schedule.walked.computed:
+            rows.append(list(zip(kinds, [starts[i] for i in steps], [ends[i] for i in steps], strict=True)))
+        return tuple(rows)
+
+    @cached_property
+    def events(self) -> tuple[Event, ...]:
+        """In order of time; of an authored schedule, also the messages that it implies."""
+        walked = self.schedule.walked
+        starts, ends = self.columns
+        events = [
+            Event(rank, COMPUTE_LANE if op.kind in COMPUTE else COMM_LANE, op, starts[step], ends[step])
+            for rank, op, step in zip(walked.ranks, walked.ops, walked.step_of, strict=True)
+        ]
+        for message in () if walked.is_lowered else self.schedule.messages:
+            end = ends[message.step]
+            arrives = end + self.costs.delay_ms(message.op, self.schedule)
+            events.append(Event(message.sender, COMM_LANE, message.send, end, arrives))
+            events.append(Event(message.receiver, COMM_LANE, message.receive, arrives, arrives))
+        return tuple(sorted(events, key=itemgetter(3, 0)))  # by start, then rank
 
 
 def replay(trace: Trace) -> Trace:
@@ -175,22 +226,3 @@ def costs_of(trace: Trace, *, send: Cost = 0.0) -> Costs:
         recompute=per_stage(Kind.R),
         send=send,
     )
-
-
-def _event(placed: Placed) -> Event:
-    lane = COMPUTE_LANE if placed.op.kind in COMPUTE else COMM_LANE
-    return Event(placed.rank, lane, placed.op, placed.start, placed.end)
-
-
-def _messages(placed: Sequence[Placed], schedule: Schedule, costs: OpCosts) -> list[Event]:
-    """The sends and receives that an authored schedule implies, as comm events."""
-    events = []
-    for _, op, _, end in placed:
-        send = send_of(op, schedule)
-        if send is not None:
-            receive = peer(send)
-            arrives = end + costs.delay_ms(op, schedule)
-            sender, receiver = (schedule.home(e.stage, e.microbatch) for e in (send, receive))
-            events.append(Event(sender, COMM_LANE, send, end, arrives))
-            events.append(Event(receiver, COMM_LANE, receive, arrives, arrives))
-    return events

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from .ops import COMPUTE, RECEIVES, SENDS, Kind, Op
-from .schedule import Schedule, peer
+from .ops import COMPUTE, RECEIVES, SENDS, Kind, Op, peer
+from .schedule import Schedule
 
 if TYPE_CHECKING:
     import pandas
@@ -40,6 +40,19 @@ class Event(NamedTuple):
         return self.end_ms - self.start_ms
 
 
+Row = list[tuple[Kind, float, float]]  # kind, start, end
+
+
+class Layout(Protocol):
+    """A schedule's operations on a clock, from which a trace can be read."""
+
+    @property
+    def events(self) -> tuple[Event, ...]: ...
+
+    @property
+    def rows(self) -> tuple[Row, ...]: ...
+
+
 @dataclass(frozen=True)
 class Trace:
     """Events of one step on one clock, in ms from the first computation's start.
@@ -54,6 +67,18 @@ class Trace:
     device: str = ""
     overran: int = 0  # operations of a paced run that took longer than their pace
 
+    @classmethod
+    def laid_out(cls, layout: Layout, source: str, schedule: Schedule) -> Trace:
+        """A trace that reads its events from `layout` when they are first asked for."""
+        trace = cls((), source, schedule)
+        del trace.__dict__["events"]
+        trace.__dict__["_layout"] = layout
+        return trace
+
+    def __getstate__(self) -> dict[str, object]:
+        """What pickle sends: the fields, not what has been worked out from them."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
     @cached_property
     def computations(self) -> tuple[Event, ...]:
         """The forwards, backwards and recomputes: what a rank is busy with."""
@@ -66,16 +91,27 @@ class Trace:
         return 1 + max((e.rank for e in self.events), default=-1)
 
     @cached_property
+    def _rows(self) -> tuple[Row, ...]:
+        """For every rank (kind, start, end) of its computations, in the order of the events."""
+        layout = self.__dict__.get("_layout")
+        if layout is not None:
+            return layout.rows
+        rows: list[Row] = [[] for _ in range(self.num_ranks)]
+        for rank, _, op, start, end in self.computations:
+            rows[rank].append((op.kind, start, end))
+        return tuple(rows)
+
+    @cached_property
     def start_ms(self) -> float:
-        return min((e.start_ms for e in self.computations), default=0.0)
+        return min((start for row in self._rows for _, start, _ in row), default=0.0)
 
     @cached_property
     def makespan_ms(self) -> float:
         """From the first computation's start to the last one's end."""
-        return max((e.end_ms for e in self.computations), default=0.0) - self.start_ms
+        return max((end for row in self._rows for _, _, end in row), default=0.0) - self.start_ms
 
     def busy_ms(self, rank: int, kinds: frozenset[Kind] = COMPUTE) -> float:
-        return sum(e.duration_ms for e in self.computations if e.rank == rank and e.op.kind in kinds)
+        return sum([end - start for kind, start, end in self._rows[rank] if kind in kinds])
 
     def busy_fraction(self, rank: int) -> float:
         """The share of the makespan in which `rank` computes."""
@@ -122,6 +158,16 @@ class Trace:
         path = Path(path)
         path.write_text(json.dumps({"traceEvents": list(_chrome_events(self)), "displayTimeUnit": "ms"}))
         return path
+
+
+def _events(trace: Trace) -> tuple[Event, ...]:
+    return trace.__dict__["_layout"].events
+
+
+# A field that is read late: `Trace.laid_out` leaves it out of the instance, where it is found otherwise.
+_late_events = cached_property(_events)
+_late_events.__set_name__(Trace, "events")
+Trace.events = _late_events  # type: ignore
 
 
 LANES = (COMPUTE_LANE, WAIT_LANE, COMM_LANE)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 
 from .errors import ScheduleError
-from .ops import COMPUTE, TRANSFERS, Kind, Op
-from .schedule import Schedule, Walk, peer, send_of, walk
+from .ops import COMPUTE, TRANSFERS, Kind, Op, peer
+from .schedule import Schedule, send_of
+from .walk import Walk
 
 
 def validate(schedule: Schedule) -> None:
@@ -18,14 +19,21 @@ def validate(schedule: Schedule) -> None:
     circle. A lowered schedule hangs where program order, dependencies and the order of transfers, taken
     together, have a cycle; that cycle is named.
     """
+    if isinstance(schedule, Schedule) and VALID in schedule.__dict__:
+        return
+    if isinstance(schedule, Schedule) and VALID in schedule.__dict__:
+        return
     _check_types(schedule)
     _check_shape(schedule)
     _check_places(schedule)
     _check_complete(schedule)
     _check_local_order(schedule)
-    walked = walk(schedule, duration=lambda op: 1.0)
-    if walked.is_stuck:
-        raise _hang(schedule, walked)
+    if schedule.walked.is_stuck:
+        raise _hang(schedule, schedule.walked)
+    schedule.__dict__[VALID] = True  # a schedule does not change, so it is checked once
+
+
+VALID = "_is_valid"
 
 
 def marked_grid(schedule: Schedule, marked: set[Op]) -> str:
@@ -106,24 +114,26 @@ def _check_shape(schedule: Schedule) -> None:
 
 
 def _check_places(schedule: Schedule) -> None:
+    num_stages, num_microbatches = schedule.num_stages, schedule.num_microbatches
+    per_replica, place = schedule.microbatches_per_replica, schedule.stage_to_rank
     for rank, ops in enumerate(schedule.ops):
+        first_rank = rank - rank % schedule.ranks_per_replica
         for op in ops:
-            exists = (
-                0 <= op.stage < schedule.num_stages
-                and 0 <= op.microbatch < schedule.num_microbatches
-                and op.segment >= 0
-            )
-            if not exists:
+            _, stage, microbatch, segment = op
+            if not (0 <= stage < num_stages and 0 <= microbatch < num_microbatches and segment >= 0):
                 raise _error(
                     schedule,
                     "an operation names a stage and a micro-batch that exist",
                     op,
-                    got=f"{op}; {schedule.num_stages} stages, {schedule.num_microbatches} micro-batches",
+                    got=f"{op}; {num_stages} stages, {num_microbatches} micro-batches",
                     where=f"rank {rank}",
                     remedy="both count from 0",
                 )
-            home = schedule.home(op.stage, op.microbatch)
-            if home != rank:
+            is_home = place[stage] == rank - first_rank and (
+                microbatch // per_replica * schedule.ranks_per_replica == first_rank
+            )
+            if not is_home:
+                home = schedule.home(stage, microbatch)
                 raise _error(
                     schedule,
                     "an operation runs on the rank that holds its stage",
@@ -132,17 +142,18 @@ def _check_places(schedule: Schedule) -> None:
                     where=f"rank {rank}",
                     remedy=f"move {op} to rank {home}",
                 )
+    if sum(map(len, schedule.ops)) == len(schedule.rank_of):
+        return
     counts = Counter(op for ops in schedule.ops for op in ops)
-    for op, count in counts.items():
-        if count > 1:
-            raise _error(
-                schedule,
-                "each operation is there once",
-                op,
-                got=f"{op} {count} times",
-                where=f"rank {schedule.rank_of[op]}",
-                remedy=f"keep one {op}",
-            )
+    op, count = next((op, count) for op, count in counts.items() if count > 1)
+    raise _error(
+        schedule,
+        "each operation is there once",
+        op,
+        got=f"{op} {count} times",
+        where=f"rank {schedule.rank_of[op]}",
+        remedy=f"keep one {op}",
+    )
 
 
 def _check_complete(schedule: Schedule) -> None:
@@ -150,9 +161,14 @@ def _check_complete(schedule: Schedule) -> None:
     for op in schedule.rank_of:
         if op.kind in COMPUTE:
             found[op.stage, op.microbatch].append(op)
+    passed: set[tuple] = set()  # what is there of a micro-batch; the same on another stage passes too
     for stage in range(schedule.num_stages):
         for m in range(schedule.num_microbatches):
-            _check_microbatch(schedule, stage, m, found[stage, m])
+            ops = found[stage, m]
+            pattern = tuple([(kind, segment) for kind, _, _, segment in ops])
+            if pattern not in passed:
+                _check_microbatch(schedule, stage, m, ops)
+                passed.add(pattern)
     if any(op.kind in TRANSFERS for op in schedule.rank_of):
         _check_transfers(schedule)
 

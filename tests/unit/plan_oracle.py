@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 
-from gpipe_lab import Kind, Op, Schedule
+from gpipe_lab import Costs, Kind, Op, Schedule
 
 F, B, I, W, R = Kind.F, Kind.B, Kind.I, Kind.W, Kind.R  # noqa: E741
 SEND_F, RECV_F, SEND_B, RECV_B = Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B
@@ -244,3 +244,30 @@ def loop(num_ranks: int) -> tuple[int, ...]:
 
 def v_shape(num_ranks: int) -> tuple[int, ...]:
     return (*range(num_ranks), *reversed(range(num_ranks)))
+
+
+def laid_out(schedule: Schedule, costs: Costs) -> dict[Op, tuple[float, float]]:
+    """(start, end) of every operation, from `graph`: each starts when the last of what it waits for is over.
+
+    A computation's result reaches another rank `send` later, unless the schedule holds its transfers.
+    """
+    before = graph(schedule)
+    rank_of = {op: rank for rank, row in enumerate(schedule.ops) for op in row}
+    is_lowered = any(op.kind not in COMPUTED for op in rank_of)
+    times: dict[object, tuple[float, float]] = {}
+
+    def over(source: object, node: object) -> float:
+        start, end = times[source]
+        if not isinstance(source, Op):
+            return end if isinstance(node, Op) else start  # of a transfer before it, only its start
+        crosses = isinstance(node, Op) and rank_of[source] != rank_of[node]
+        return end + costs.delay_ms(source, schedule) if crosses and not is_lowered else end
+
+    remaining = dict(before)
+    while remaining:
+        for node in [node for node, sources in remaining.items() if sources <= times.keys()]:
+            start = max([over(source, node) for source in remaining.pop(node)], default=0.0)
+            is_pair = not isinstance(node, Op)
+            lasts = costs.delay_ms(node[0], schedule) if is_pair else costs.duration_ms(node, schedule)
+            times[node] = (start, start + lasts)
+    return {op: when for node, when in times.items() for op in ([node] if isinstance(node, Op) else node)}
