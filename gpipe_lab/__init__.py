@@ -33,7 +33,7 @@ from .plan.zero_bubble import zero_bubble_h1, zero_bubble_h2, zero_bubble_v
 
 __version__ = "0.1.0"
 
-# Names that cost an import of torch, matplotlib or ipywidgets: found on first use.
+# Names that cost an import of torch, matplotlib or ipywidgets, or the reading of files: found on first use.
 _LAZY: dict[str, str] = {
     "Lab": "gpipe_lab.lab.lab",
     "Pace": "gpipe_lab.engine.pace",
@@ -65,6 +65,12 @@ _LAZY: dict[str, str] = {
     **dict.fromkeys(("plot_in_flight", "plot_memory"), "gpipe_lab.view.memory"),
     **dict.fromkeys(("alt_text", "show"), "gpipe_lab.view.picture"),
     **dict.fromkeys(("explain_error", "summary_table"), "gpipe_lab.view.tables"),
+    **dict.fromkeys(("plot_published", "published"), "gpipe_lab.view.published"),
+    **dict.fromkeys(("Plans", "estimate", "propose"), "gpipe_lab.plan.planner"),
+    **dict.fromkeys(("DEVICES", "MODELS"), "gpipe_lab.plan.catalogue"),
+    **dict.fromkeys(("Device", "Model", "Precision"), "gpipe_lab.plan.models"),
+    "Plan": "gpipe_lab.plan.costing",
+    "report": "gpipe_lab.reporting",
     "Explorer": "gpipe_lab.view.explorer",
     "plot_bubble_curve": "gpipe_lab.view.curves",
     "plot_lines": "gpipe_lab.view.lines",

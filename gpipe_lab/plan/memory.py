@@ -142,11 +142,20 @@ class StageBytes:
     `weights` maps categories that stay for the whole step (parameters, gradients, optimizer) to bytes.
     `saved` counts everything one micro-batch keeps for its backward, the stage's input included;
     `boundary` is that input, all that checkpointing keeps. Stage 0's input is token ids or samples.
+    `segments`: (input, saved) of each part of a stage that is recomputed part by part; equal parts unless
+    given.
     """
 
     saved: int
     boundary: int
     weights: dict[str, int] = field(default_factory=dict)
+    segments: tuple[tuple[int, int], ...] = ()
+
+    def parts(self, num_segments: int) -> tuple[tuple[int, int], ...]:
+        """(input, saved) of each of so many segments."""
+        if len(self.segments) == num_segments:
+            return self.segments
+        return ((self.boundary, self.saved // num_segments),) * num_segments
 
 
 def simulate_memory(
@@ -167,6 +176,9 @@ def simulate_memory(
         where="simulate_memory",
         remedy=f"[StageBytes(saved=..., boundary=...)] * {schedule.num_stages}",
     )
+    by_rank = defaultdict(list)
+    for event in trace.computations:
+        by_rank[event.rank].append(event)
     rows = []
     for rank in range(schedule.num_ranks):
         held: dict[str, int] = defaultdict(int)
@@ -175,8 +187,7 @@ def simulate_memory(
                 held[category] += size
         start = trace.start_ms
         rows += [MemoryRow(rank, 0, start, category, size) for category, size in held.items()]
-        mine = sorted((e for e in trace.computations if e.rank == rank), key=lambda e: e.start_ms)
-        for index, event in enumerate(mine):
+        for index, event in enumerate(sorted(by_rank[rank], key=lambda e: e.start_ms)):
             for category, change in _changes(event.op, schedule, sizes[event.op.stage]):
                 held[category] += change
                 rows.append(MemoryRow(rank, index, event.end_ms, category, held[category], event.op))
@@ -191,13 +202,16 @@ def _changes(op: Op, schedule: Schedule, size: StageBytes) -> list[tuple[str, in
     num_segments = 1 + schedule.last_segment.get(key, 0)
     recomputes = Op(Kind.R, *key) in schedule.rank_of
     split = Op(Kind.W, *key) in schedule.rank_of
-    restored = size.saved // num_segments - size.boundary
+    parts = size.parts(num_segments)
+    given, saved = parts[op.segment]
+    restored = saved - given
     if op.kind is Kind.F:
-        return [("boundary", size.boundary * num_segments)] if recomputes else [("saved", size.saved)]
+        kept = sum(given for given, _ in parts)
+        return [("boundary", kept)] if recomputes else [("saved", size.saved)]
     if op.kind is Kind.R:
         return [("recomputed", restored)]
     if op.kind not in BACKWARD or (split and op.kind is not Kind.W):
         return []
     if recomputes:
-        return [("recomputed", -restored), ("boundary", -size.boundary)]
+        return [("recomputed", -restored), ("boundary", -given)]
     return [("saved", -size.saved)]

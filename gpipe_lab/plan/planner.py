@@ -1,0 +1,412 @@
+"""Choose P, T, D, m, M, schedule and checkpointing for a model on so many devices, under a memory limit.
+
+Every setting of a grid is estimated from closed forms; those that do not fit are rejected with the reason;
+the fastest of the rest are simulated and ranked by that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from typing import TYPE_CHECKING
+
+from . import formulas
+from .catalogue import DEVICES, MODELS
+from .costing import Layer, Plan, Setting, Stages, cut, held_weights, lay_out, layers_of
+from .errors import require, require_count
+from .models import Device, Model, Precision
+from .units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    import pandas
+
+SCHEDULES = ("gpipe", "one_f_one_b", "interleaved", "zero_bubble_h1")
+CHECKPOINTS = ("never", "every:1", "always")
+MOST_OPERATIONS = 300_000  # of a schedule that is simulated: about three seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejected:
+    """A setting that is out, why, and the bytes its fullest rank would need at most (None: not asked)."""
+
+    setting: Setting
+    reason: str
+    peak_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Plans:
+    """What fits, the fastest first, and what does not, with the reason."""
+
+    ranked: tuple[Plan, ...]
+    rejected: tuple[Rejected, ...]
+    limit_bytes: int
+
+    @property
+    def least(self) -> Rejected | None:
+        """Of the settings that do not fit, the one that needs least."""
+        too_big = [r for r in self.rejected if r.peak_bytes is not None and r.peak_bytes > self.limit_bytes]
+        return min(too_big, key=lambda r: r.peak_bytes or 0, default=None)
+
+    @property
+    def best(self) -> Plan:
+        """The fastest that fits; `InputError` with the least that would fit where nothing does."""
+        least = self.least
+        got = self.rejected[0].reason if self.rejected else "no setting"
+        if least is not None:
+            got = f"the least that fits is {format_bytes(least.peak_bytes or 0)}: {least.setting}"
+        require(
+            bool(self.ranked),
+            "some setting fits the memory limit",
+            got=got,
+            where=f"plan, limit {format_bytes(self.limit_bytes)}",
+            remedy=f"memory_limit={least.peak_bytes}, or more devices" if least else "another batch_size",
+        )
+        return self.ranked[0]
+
+    def frame(self) -> pandas.DataFrame:
+        """One row a setting: those that fit by rank, then the rejected with their reason."""
+        import pandas
+
+        rows = []
+        for plan in self.ranked:
+            results = {
+                "step (ms)": plan.step_ms,
+                "samples/s": plan.samples_per_s,
+                "bubble (%)": 100 * plan.bubble_fraction,
+                "MFU (%)": 100 * plan.model_flops_utilisation,
+                "peak (GiB)": plan.peak_bytes / 2**30,
+                "why not": "",
+            }
+            rows.append(_named(plan.setting) | results)
+        for out in self.rejected:
+            peak = None if out.peak_bytes is None else out.peak_bytes / 2**30
+            rows.append(_named(out.setting) | {"peak (GiB)": peak, "why not": out.reason})
+        return pandas.DataFrame(rows)
+
+
+def _named(setting: Setting) -> dict[str, object]:
+    return {
+        "P": setting.num_stages,
+        "T": setting.tensor_parallel,
+        "D": setting.num_replicas,
+        "m": setting.microbatch_size,
+        "M": setting.num_microbatches,
+        "schedule": setting.schedule,
+        "checkpoint": setting.checkpoint,
+    }
+
+
+def known_model(model: Model | str) -> Model:
+    """A model, or the one of `gl.MODELS` with that name."""
+    found = MODELS.get(model) if isinstance(model, str) else model
+    require(
+        isinstance(found, Model),
+        f"a model is a gl.Model or one of {', '.join(MODELS)}",
+        got=repr(model),
+        where="plan",
+        remedy='"llama3-8b"',
+    )
+    assert found is not None
+    return found
+
+
+def known_device(device: Device | str) -> Device:
+    """A device, or the one of `gl.DEVICES` with that name."""
+    found = DEVICES.get(device) if isinstance(device, str) else device
+    require(
+        isinstance(found, Device),
+        f"a device is a gl.Device or one of {', '.join(DEVICES)}",
+        got=repr(device),
+        where="plan",
+        remedy='"h100"',
+    )
+    assert found is not None
+    return found
+
+
+def estimate(
+    model: Model | str,
+    device: Device | str,
+    *,
+    num_stages: int,
+    num_microbatches: int,
+    microbatch_size: int = 1,
+    num_replicas: int = 1,
+    tensor_parallel: int = 1,
+    schedule: str = "one_f_one_b",
+    checkpoint: str = "never",
+    fused_attention: bool = True,
+    shard_optimizer: bool = False,
+    efficiency: float = 0.5,
+    precision: Precision | None = None,
+    memory_limit: str | int | None = None,
+) -> Plan:
+    """What one setting takes: time, bubble, bytes of every rank by category, bytes over links.
+
+    efficiency: the share of the device's peak that its matrix products reach, an assumption unless measured.
+    shard_optimizer: the copies divide the optimizer's state among them (ZeRO-1). memory_limit: of one
+    device; its own memory unless given.
+    """
+    setting = Setting(
+        num_stages=num_stages,
+        num_replicas=num_replicas,
+        tensor_parallel=tensor_parallel,
+        microbatch_size=microbatch_size,
+        num_microbatches=num_microbatches,
+        schedule=schedule,
+        checkpoint=checkpoint,
+    )
+    for name in ("num_replicas", "tensor_parallel", "microbatch_size"):
+        require_count(getattr(setting, name), name, where="estimate")
+    _check_efficiency(efficiency)
+    shape, card = known_model(model), known_device(device)
+    precision = precision or Precision()
+    layers = layers_of(
+        shape,
+        card,
+        microbatch_size=microbatch_size,
+        tensor_parallel=tensor_parallel,
+        fused_attention=fused_attention,
+        efficiency=efficiency,
+        precision=precision,
+    )
+    return lay_out(
+        setting,
+        layers,
+        precision=precision,
+        device=card,
+        limit_bytes=parse_bytes(memory_limit) or card.memory_bytes,
+        shard_optimizer=shard_optimizer,
+        flops=_step_flops(shape, setting.batch_size),
+    )
+
+
+def propose(
+    model: Model | str,
+    device: Device | str,
+    num_devices: int,
+    *,
+    batch_size: int,
+    memory_limit: str | int | None = None,
+    num_stages: Sequence[int] | None = None,
+    tensor_parallel: Sequence[int] = (1,),
+    microbatch_sizes: Sequence[int] = (1, 2, 4, 8),
+    schedules: Sequence[str] = SCHEDULES,
+    checkpoints: Sequence[str] = CHECKPOINTS,
+    fused_attention: bool = True,
+    shard_optimizer: bool = False,
+    efficiency: float = 0.5,
+    precision: Precision | None = None,
+    most: int = 6,
+) -> Plans:
+    """The settings of a model on `num_devices` devices for one step of `batch_size` sequences, ranked.
+
+    D = devices / (P·T) copies, M = batch / (D·m) micro-batches each. num_stages: the P to try; the divisors
+    of the devices that leave a layer for every stage unless given. `most` of those that fit, the fastest by
+    their closed forms, are simulated and returned. The rest is as in `estimate`.
+    """
+    require_count(num_devices, "num_devices", where="plan")
+    require_count(batch_size, "batch_size", where="plan")
+    _check_efficiency(efficiency)
+    shape, card = known_model(model), known_device(device)
+    precision = precision or Precision()
+
+    @cache
+    def layers(microbatch_size: int, t: int) -> tuple[Layer, ...]:
+        return layers_of(
+            shape,
+            card,
+            microbatch_size=microbatch_size,
+            tensor_parallel=t,
+            fused_attention=fused_attention,
+            efficiency=efficiency,
+            precision=precision,
+        )
+
+    def settings() -> Iterator[Setting]:
+        for t in tensor_parallel:
+            for p in num_stages or _divisors(num_devices // t if num_devices % t == 0 else 1):
+                for m in microbatch_sizes:
+                    d = num_devices // (p * t)
+                    micro = batch_size // (d * m) if d else 0
+                    for name, mode in product(schedules, checkpoints):
+                        yield Setting(
+                            num_stages=p,
+                            num_replicas=d,
+                            tensor_parallel=t,
+                            microbatch_size=m,
+                            num_microbatches=micro,
+                            schedule=name,
+                            checkpoint=mode,
+                        )
+
+    def refuses(setting: Setting) -> str:
+        p, t, d = setting.num_stages, setting.tensor_parallel, setting.num_replicas
+        if d * p * t != num_devices:
+            return f"P·T = {p * t} does not divide {num_devices} devices"
+        if t > 1 and (shape.key_heads % t or t > card.per_node):
+            return f"T = {t} divides {shape.key_heads} key heads and stays within a node of {card.per_node}"
+        if setting.batch_size != batch_size or setting.num_microbatches < 1:
+            return f"D·m = {d * setting.microbatch_size} does not divide a batch of {batch_size}"
+        return ""
+
+    return choose(
+        settings(),
+        lambda setting: layers(setting.microbatch_size, setting.tensor_parallel),
+        precision=precision,
+        device=card,
+        limit_bytes=parse_bytes(memory_limit) or card.memory_bytes,
+        shard_optimizer=shard_optimizer,
+        flops=_step_flops(shape, batch_size),
+        refuses=refuses,
+        most=most,
+    )
+
+
+def choose(
+    settings: Iterator[Setting] | Sequence[Setting],
+    layers: Callable[[Setting], Sequence[Layer]],
+    *,
+    precision: Precision,
+    limit_bytes: int,
+    device: Device | None = None,
+    shard_optimizer: bool = False,
+    flops: float = 0.0,
+    refuses: Callable[[Setting], str] = lambda setting: "",
+    most: int = 6,
+) -> Plans:
+    """Rank settings over layers that a function gives for each: what `propose` does with worked-out ones."""
+    cuts: dict[tuple[int, int, int], tuple[range, ...]] = {}
+    fitting: list[tuple[float, int, Setting]] = []
+    rejected = []
+    for number, setting in enumerate(settings):
+        own = layers(setting)
+        reason = refuses(setting) or _unfit(setting, len(own))
+        if reason:
+            rejected.append(Rejected(setting=setting, reason=reason))
+            continue
+        num_stages = setting.num_stages * setting.num_chunks
+        key = (num_stages, setting.microbatch_size, setting.tensor_parallel)
+        if key not in cuts:
+            cuts[key] = cut(own, num_stages)
+        stages = Stages(tuple(tuple(own[s.start : s.stop]) for s in cuts[key]), setting.checkpoint)
+        sharers = setting.num_replicas if shard_optimizer else 1
+        rank, parts = fullest_rank(stages, setting, precision, sharers)
+        peak = sum(parts.values())
+        if peak > limit_bytes:
+            told = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
+            reason = f"rank {rank} needs {format_bytes(peak)} of {format_bytes(limit_bytes)}: {told}"
+            rejected.append(Rejected(setting=setting, reason=reason, peak_bytes=peak))
+        else:
+            fitting.append((least_ms(stages, setting) / setting.batch_size, number, setting))
+    fitting.sort()
+    small = [s for _, _, s in fitting if _num_operations(s) <= MOST_OPERATIONS]
+    plans = [
+        lay_out(
+            setting,
+            layers(setting),
+            precision=precision,
+            device=device,
+            limit_bytes=limit_bytes,
+            shard_optimizer=shard_optimizer,
+            flops=flops,
+        )
+        for setting in small[:most]
+    ]
+    ranked = sorted(plans, key=lambda found: found.step_ms / found.setting.batch_size)
+    return Plans(tuple(ranked), tuple(rejected), limit_bytes)
+
+
+def fullest_rank(
+    stages: Stages, setting: Setting, precision: Precision, sharers: int = 1
+) -> tuple[int, dict[str, int]]:
+    """The rank that needs most, and its bytes by category at most, from the closed forms of what is held."""
+    p, v = setting.num_stages, setting.num_chunks
+    needs = []
+    for rank in range(p):
+        mine = range(rank, p * v, p)
+        held = _held(setting, rank)
+        weights: dict[str, int] = {}
+        for stage in mine:
+            for name, size in held_weights(stages.layers[stage], precision, sharers).items():
+                weights[name] = weights.get(name, 0) + size
+        kept = held * max(stages.kept[stage] for stage in mine)
+        needs.append(
+            weights
+            | {
+                "communication": sum(stages.communication[stage] for stage in mine),
+                "boundary" if stages.recomputes else "saved": kept,
+                "recomputed": _restored(setting, rank) * max(stages.recomputed[stage] for stage in mine),
+            }
+        )
+    rank = max(range(p), key=lambda rank: sum(needs[rank].values()))
+    return rank, needs[rank]
+
+
+def _held(setting: Setting, rank: int) -> int:
+    p, m = setting.num_stages, setting.num_microbatches
+    if setting.schedule == "interleaved":
+        return formulas.interleaved_peak(p, m, setting.num_chunks, rank)
+    return formulas.peak_in_flight(setting.schedule, p, m, rank)
+
+
+def _restored(setting: Setting, rank: int) -> int:
+    """Micro-batches restored at once: a split backward holds its own until its W, which lags behind."""
+    return min(rank + 1, setting.num_microbatches) if setting.schedule == "zero_bubble_h1" else 1
+
+
+def least_ms(stages: Stages, setting: Setting) -> float:
+    """About the makespan, from closed forms over the slowest stage; messages take no time."""
+    p, m, v = setting.num_stages, setting.num_microbatches, setting.num_chunks
+    costs = stages.costs
+    forward, backward, weight = max(
+        zip(costs.forward, costs.backward, costs.backward_weight, strict=True),  # type: ignore[arg-type]
+        key=lambda times: times[0] + times[1],
+    )
+    recompute = forward if stages.recomputes else 0.0
+    if setting.schedule == "interleaved":
+        return formulas.interleaved_ms(p, m, v, forward + recompute, backward)
+    if setting.schedule == "zero_bubble_h1":
+        idle = formulas.zero_bubble_h1_bubble_ms(p, forward, backward - weight + recompute, weight)
+        return m * (forward + backward + recompute) + idle
+    return formulas.pipeline_ms(p, m, forward + recompute, backward)
+
+
+def _unfit(setting: Setting, num_layers: int) -> str:
+    """Why the schedule does not exist for the setting, or the model has too few layers; "" if it does."""
+    if setting.num_stages * setting.num_chunks > num_layers:
+        return f"{num_layers} layers are too few for {setting.num_stages * setting.num_chunks} stages"
+    if setting.schedule == "interleaved" and setting.num_microbatches % setting.num_stages:
+        return f"interleaved wants M a multiple of P = {setting.num_stages}"
+    if setting.schedule == "interleaved" and setting.num_stages == 1:
+        return "one rank has nothing to interleave"
+    if setting.schedule == "zero_bubble_h1" and setting.checkpoint == "every:1":
+        return "a split backward is recomputed whole, not layer by layer"
+    return ""
+
+
+def _num_operations(setting: Setting) -> int:
+    kinds = 2 + (setting.schedule == "zero_bubble_h1") + (setting.checkpoint != "never")
+    return kinds * setting.num_stages * setting.num_chunks * setting.num_microbatches
+
+
+def _step_flops(model: Model, batch_size: int) -> float:
+    """Forward and backward of one step's sequences: three times the forward's."""
+    return 3.0 * batch_size * (model.layers * model.layer_flops(1) + model.head_flops(1))
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _check_efficiency(efficiency: float) -> None:
+    require(
+        isinstance(efficiency, int | float) and 0 < efficiency <= 1,
+        "efficiency is a share of the device's peak, above 0 and at most 1",
+        got=f"efficiency={efficiency!r}",
+        where="plan",
+        remedy="efficiency=0.5",
+    )

@@ -1,0 +1,220 @@
+"""The planner: shapes against papers, bytes against the simulated memory, choices against brute force."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gpipe_lab as gl
+from gpipe_lab.plan.catalogue import read
+from gpipe_lab.plan.costing import Setting, Stages, cut, lay_out, layers_of
+from gpipe_lab.plan.models import FP32_PLAIN
+from gpipe_lab.plan.planner import choose, fullest_rank
+
+SMALL = gl.Model(name="small", layers=14, hidden=64, heads=4, ffn=256, vocab=500, sequence=32, dropout=True)
+CARD = gl.Device(
+    name="card", title="a card", memory_bytes=10**9, peak_tflops=1, node_gb_s=10, link_gb_s=1, per_node=4
+)
+
+
+def test_shapes_have_the_published_number_of_parameters():
+    for model in gl.MODELS.values():
+        if model.published_parameters:
+            assert model.parameters == pytest.approx(model.published_parameters, rel=0.04), model.name
+        assert model.source
+    assert gl.MODELS["llama3-405b"].parameters == pytest.approx(405.85e9, rel=1e-4)
+
+
+def test_devices_name_their_source():
+    assert set("a100-40 a100-80 h100 h200 v100 p40 p100 tpu-v2 tpu-v3".split()) <= set(gl.DEVICES)
+    assert all(device.source for device in gl.DEVICES.values())
+    assert gl.DEVICES["a100-80"].memory_bytes == 80 * 10**9
+    assert gl.DEVICES["tpu-v3"].memory_bytes == 16 * 2**30
+
+
+def test_activations_are_those_of_the_paper():
+    """Korthikanti et al. 2022: s·b·h·(34 + 5·a·s/h) a layer; fused attention keeps no scores."""
+    gpt3 = gl.MODELS["gpt3-175b"]
+    for b in (1, 3):
+        boundary = b * gpt3.sequence * gpt3.hidden
+        scores = 5 * gpt3.heads * gpt3.sequence / gpt3.hidden
+        assert gpt3.layer_saved_bytes(b, fused_attention=False) == boundary * (34 + scores)
+        assert gpt3.layer_saved_bytes(b) == 34 * boundary
+        assert gpt3.boundary_bytes(b) == 2 * boundary
+    long = gl.MODELS["7b-32k"]
+    assert long.layers * long.layer_saved_bytes(1) == pytest.approx(146e9, rel=0.001)
+    assert long.layers * long.layer_saved_bytes(1, fused_attention=False) == pytest.approx(5.64e12, rel=0.001)
+
+
+def test_a_step_takes_six_operations_a_parameter_and_token():
+    gpt3 = gl.MODELS["gpt3-175b"]
+    plan = gl.estimate(gpt3, "a100-80", num_stages=8, num_microbatches=8, tensor_parallel=8)
+    tokens = 8 * gpt3.sequence
+    assert plan.flops == pytest.approx(6 * gpt3.parameters * tokens, rel=0.03)  # 2.8 % for attention
+
+
+def test_time_is_the_bubble_and_the_work():
+    plan = gl.estimate(SMALL, CARD, num_stages=4, num_microbatches=8, schedule="gpipe", efficiency=1.0)
+    work = plan.flops / (CARD.peak_tflops * 1e9)
+    useful = plan.trace.useful_fraction
+    assert plan.step_ms == pytest.approx(work / 4 / useful, rel=1e-9)
+    assert plan.model_flops_utilisation == pytest.approx(useful, rel=1e-9)
+    assert plan.bubble_fraction >= 3 / 11
+    half = gl.estimate(SMALL, CARD, num_stages=4, num_microbatches=8, schedule="gpipe", efficiency=0.5)
+    assert half.trace.busy_ms(0) == pytest.approx(2 * plan.trace.busy_ms(0))
+
+
+def test_links_carry_what_the_formulas_say():
+    plan = gl.estimate(SMALL, CARD, num_stages=4, num_microbatches=8, num_replicas=2, microbatch_size=3)
+    assert plan.link_bytes["pipeline"] == 2 * 8 * SMALL.boundary_bytes(3)
+    heaviest = max(row.bytes["gradients"] for row in (plan.memory.moments(r)[0] for r in range(4)))
+    assert plan.link_bytes["data"] == heaviest  # 2(D-1)/D of it, D = 2
+    assert plan.reduce_ms == pytest.approx(heaviest / 1e6)  # 8 devices in nodes of 4: 1 GB/s
+    assert plan.link_bytes["tensor"] == 0
+    shared = gl.estimate(SMALL, CARD, num_stages=1, num_microbatches=2, tensor_parallel=4)
+    assert shared.link_bytes == {"pipeline": 0, "data": 0, "tensor": 0} | {
+        "tensor": SMALL.layers * 2 * 8 * 3 * SMALL.boundary_bytes(1) // 4  # two micro-batches, 3/4 each
+    }
+
+
+def test_sharding_the_optimizer_divides_it_among_the_copies():
+    def held(**options):
+        return gl.estimate(SMALL, CARD, num_stages=2, num_microbatches=4, num_replicas=4, **options)
+
+    whole, shared = (plan.memory.moments(0)[0].bytes for plan in (held(), held(shard_optimizer=True)))
+    assert shared["optimizer"] == pytest.approx(whole["optimizer"] / 4, abs=1)
+    assert shared["parameters"] == whole["parameters"]
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(
+    st.integers(1, 6), st.integers(1, 6), st.integers(1, 3),
+    st.sampled_from(["gpipe", "one_f_one_b", "interleaved", "zero_bubble_h1"]),
+    st.sampled_from(["never", "every:1", "always"]),
+)  # fmt: skip
+def test_the_closed_form_is_never_less_than_the_simulated_peak(p, rounds, b, name, mode):
+    if name == "zero_bubble_h1" and mode == "every:1":
+        mode = "always"
+    setting = Setting(
+        num_stages=p, microbatch_size=b, num_microbatches=p * rounds, schedule=name, checkpoint=mode
+    )
+    layers = layers_of(SMALL, CARD, microbatch_size=b)
+    plan = lay_out(setting, layers, precision=gl.Precision(), device=CARD)
+    spans = cut(layers, p * setting.num_chunks)
+    stages = Stages(tuple(tuple(layers[s.start : s.stop]) for s in spans), mode)
+    _, parts = fullest_rank(stages, setting, gl.Precision())
+    assert plan.peak_bytes <= sum(parts.values())
+    if name in ("gpipe", "one_f_one_b") and mode != "every:1":
+        assert plan.peak_bytes == sum(parts.values())
+
+
+def test_checkpointing_layer_by_layer_keeps_every_input():
+    layers = layers_of(SMALL, CARD)
+    setting = Setting(num_stages=2, num_microbatches=3, schedule="gpipe", checkpoint="every:1")
+    plan = lay_out(setting, layers, precision=gl.Precision())
+    inputs = [sum(layers[i].input_bytes for i in span) for span in plan.spans]
+    for rank in range(2):
+        assert plan.memory.peak_bytes(rank, "boundary") == 3 * inputs[rank]
+        largest = max(layers[i].saved_bytes - layers[i].input_bytes for i in plan.spans[rank])
+        assert plan.memory.peak_bytes(rank, "recomputed") == largest
+
+
+def test_the_search_finds_the_best_that_brute_force_finds():
+    plans = gl.propose(SMALL, CARD, 4, batch_size=16, memory_limit=9_000_000, most=1000)
+    assert plans.ranked and plans.rejected
+    assert all(plan.fits and plan.setting.batch_size == 16 for plan in plans.ranked)
+    assert all(plan.setting.num_devices == 4 for plan in plans.ranked)
+    steps = [plan.step_ms for plan in plans.ranked]
+    assert steps == sorted(steps)
+    few = gl.propose(SMALL, CARD, 4, batch_size=16, memory_limit=9_000_000, most=6)
+    assert few.best.step_ms <= 1.02 * plans.best.step_ms
+    for out in plans.rejected:
+        assert out.reason
+        if out.peak_bytes is not None:
+            assert out.peak_bytes > 9_000_000
+    frame = plans.frame()
+    assert len(frame) == len(plans.ranked) + len(plans.rejected)
+    assert (frame["why not"] != "").sum() == len(plans.rejected)
+
+
+def test_a_limit_that_nothing_fits_names_the_least_that_does():
+    plans = gl.propose(SMALL, CARD, 4, batch_size=16, memory_limit=1000)
+    with pytest.raises(gl.InputError, match="the least that fits") as caught:
+        _ = plans.best
+    least = min(out.peak_bytes for out in plans.rejected if out.peak_bytes)
+    assert f"memory_limit={least}" in caught.value.remedy
+    assert gl.propose(SMALL, CARD, 4, batch_size=16, memory_limit=least).best.fits
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"model": "gpt9"}, "a model is"),
+        ({"device": "h900"}, "a device is"),
+        ({"num_devices": 0}, "num_devices is"),
+        ({"batch_size": -1}, "batch_size is"),
+        ({"efficiency": 0}, "efficiency is"),
+        ({"efficiency": 1.5}, "efficiency is"),
+        ({"memory_limit": "lots"}, "a size is"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(options, rule):
+    given = {"model": "llama3-8b", "device": "h100", "num_devices": 8, "batch_size": 8} | options
+    with pytest.raises(gl.InputError, match=rule):
+        gl.propose(given.pop("model"), given.pop("device"), given.pop("num_devices"), **given)
+
+
+def test_a_model_that_has_no_shape_is_refused():
+    with pytest.raises(gl.InputError, match="whole numbers"):
+        replace(SMALL, hidden=0)
+    with pytest.raises(gl.InputError, match="heads divide"):
+        replace(SMALL, heads=5)
+    with pytest.raises(gl.InputError, match="a plan checkpoints"):
+        gl.estimate(SMALL, CARD, num_stages=1, num_microbatches=1, checkpoint="sometimes")
+
+
+def test_settings_with_reasons():
+    plans = gl.propose("llama3-405b", "h100", 64, batch_size=64, tensor_parallel=(1, 3, 16), most=1)
+    reasons = " ".join(out.reason for out in plans.rejected)
+    for part in (
+        "key heads",
+        "does not divide a batch",
+        "needs",
+        "interleaved wants M",
+        "does not divide 64",
+    ):
+        assert part in reasons, part
+
+
+def test_big_models_on_many_devices_take_seconds():
+    plans = gl.propose(
+        "llama3-405b", "h100", 16384, batch_size=2048, tensor_parallel=(8,), microbatch_sizes=(1,),
+        schedules=("one_f_one_b",), shard_optimizer=True, most=2,
+    )  # fmt: skip
+    best = plans.best
+    assert best.fits and best.setting.num_devices == 16384
+    assert 0.2 < best.model_flops_utilisation < 0.5  # an efficiency of 0.5, less bubble, messages and sums
+    assert math.isclose(best.samples_per_s, 2048 / best.step_ms * 1000)
+
+
+def test_measured_layers_are_planned_like_worked_out_ones():
+    layers = layers_of(SMALL, CARD, precision=FP32_PLAIN)
+    found = choose(
+        [Setting(num_stages=p, num_microbatches=8, schedule="gpipe") for p in (1, 2, 4, 40)],
+        lambda setting: layers,
+        precision=FP32_PLAIN,
+        limit_bytes=10**12,
+    )
+    assert [out.reason for out in found.rejected] == ["16 layers are too few for 40 stages"]
+    assert found.best.setting.num_stages == 4
+    assert found.best.frame().shape[0] == 4
+
+
+def test_facts_say_where_they_come_from():
+    for name in ("models", "devices", "tables/zero_bubble", "tables/gpipe_table1", "tables/torchgpipe"):
+        source, rows = read(name)
+        assert len(source) > 20 and rows
+    with pytest.raises(gl.InputError, match="data folder"):
+        read("nothing")

@@ -1,0 +1,95 @@
+"""What papers published against what is predicted here: agreements are held, misses have their reason."""
+
+import pytest
+
+import gpipe_lab as gl
+from gpipe_lab.plan.published import GOOD, comparisons, evaluate
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return comparisons()
+
+
+def errors(rows, table, quantity, *, of=""):
+    found = {
+        row.case: row.error
+        for row in rows
+        if row.table.startswith(table)
+        and row.quantity == quantity
+        and row.error is not None
+        and of in row.case
+    }
+    assert found
+    return found
+
+
+def test_zero_bubble_s_rates_follow_from_its_profiled_times(rows):
+    found = errors(rows, "Zero Bubble", "bubble rate")
+    for name in ("m = 24, 1F1B", "ZB-H1", "ZB-H2"):
+        (error,) = [e for case, e in found.items() if case.endswith(name)]
+        assert abs(error) < 5e-4  # four digits are published
+    (interleaved,) = [e for case, e in found.items() if case.endswith("1F1B-I")]
+    assert abs(interleaved) < 0.04
+
+
+def test_zero_bubble_s_memory_follows_from_the_shapes(rows):
+    found = errors(rows, "Zero Bubble", "peak memory")
+    assert len(found) == 8
+    assert max(map(abs, found.values())) < 0.09
+    assert max(abs(e) for case, e in found.items() if case.startswith("28.3B")) < 0.05
+
+
+def test_gpipe_s_transformers_have_the_published_parameters_and_memory(rows):
+    assert max(map(abs, errors(rows, "GPipe 1", "parameters").values())) < 0.004
+    memory = errors(rows, "GPipe 1", "model memory", of="Transformer")
+    assert len(memory) == 5
+    off = {case: e for case, e in memory.items() if abs(e) > 0.01}
+    assert [case for case in off] == ["Transformer Naive-1, L=3"]
+    (row,) = [row for row in rows if row.case in off and row.quantity == "model memory"]
+    assert "exchanged" in row.why
+
+
+def test_gpipe_s_activations_per_accelerator_do_not_grow_with_k(rows):
+    found = errors(rows, "GPipe 1", "peak activations")
+    assert len(found) == 4 and all(-0.16 < e < 0 for e in found.values())  # working space is not predicted
+    assert max(found.values()) - min(found.values()) < 0.02
+
+
+def test_gpipe_s_speeds_with_many_microbatches_follow_the_bubble(rows):
+    assert max(map(abs, errors(rows, "GPipe 2", "speed-up", of="M = 32").values())) < 0.08
+    assert max(map(abs, errors(rows, "GPipe 3", "speed-up").values())) < 0.05
+
+
+def test_published_formulas_are_what_is_simulated(rows):
+    found = [row for row in rows if row.table.startswith("formulas")]
+    assert len(found) >= 10
+    assert all(row.predicted == pytest.approx(row.published, rel=1e-9) for row in found)
+
+
+def test_every_miss_and_every_gap_has_its_reason(rows):
+    for row in rows:
+        if row.predicted is None:
+            assert row.why.startswith("cannot be predicted without")
+        else:
+            assert bool(row.why) == (abs(row.error) > GOOD), row
+
+
+def test_formulas_read_as_papers_write_them():
+    letters = {"p": 4, "m": 8, "F": 3.0, "B": 2.0, "W": 1.0, "v": 2, "M": 1}
+    assert evaluate("(p-1)(F+B-2W)", letters) == 9
+    assert evaluate("(2p-1)*M", letters) == 7
+    assert evaluate("(1+(p-1)/(p*v))*p*M", letters) == 5.5
+
+
+def test_one_call_gives_the_table_and_the_picture(rows):
+    found = gl.published()
+    frame = found.frame()
+    assert len(frame) == len(rows)
+    assert list(frame.columns) == [
+        "table", "case", "quantity", "unit", "published", "predicted", "error (%)", "why",
+    ]  # fmt: skip
+    assert len(found.frame(predicted_only=True)) == frame["predicted"].notna().sum()
+    picture = found.plot()
+    assert "within 5" in picture.alt and "cannot be predicted" in picture.alt
+    assert len(picture.png()) > 10_000
