@@ -1,5 +1,6 @@
 # make lab    set up and open the course        make test   set up and run everything that is checked
 # make course execute the chapters in place     make lint   ruff and mypy
+# make book   the executed chapters as HTML pages that need no network, in site/
 # make bench  measure the engine beside torch's    make slow   the tests of hosts, saves and faults in full
 
 PYTHON ?= python3
@@ -9,7 +10,7 @@ READY := $(VENV)/.ready
 # In a container one is often root, which Jupyter wants to be told.
 JUPYTER_FLAGS ?= $(if $(filter 0,$(shell id -u)),--allow-root)
 
-.PHONY: lab test slow course bench lint clean
+.PHONY: lab test slow course book bench lint clean
 
 lab: $(READY)
 	$(BIN)/jupyter lab notebooks/00_*.ipynb $(JUPYTER_FLAGS)
@@ -23,6 +24,10 @@ slow: $(READY)
 
 course: $(READY)
 	$(BIN)/python -m gpipe_lab.course.publish notebooks/*.ipynb
+	$(BIN)/python -m gpipe_lab.course.pages
+
+book: $(READY)
+	$(BIN)/python -m gpipe_lab.course.book -o site
 
 bench: $(READY)
 	$(BIN)/python -m gpipe_lab.bench --out data/runs/bench_cpu.csv
@@ -34,7 +39,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # Done again only when what it installs from has changed.
 $(READY): requirements.txt pyproject.toml

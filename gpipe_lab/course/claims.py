@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from ..plan.trace import MEASURED, PACED
 
 if TYPE_CHECKING:
     import pandas
+
+
+RECORDS = "gpipe_lab.claims"  # where a displayed table keeps its claims, in the output's metadata
 
 
 class ClaimFailed(AssertionError):
@@ -27,10 +33,20 @@ class Claim:
     tolerance: float
     unit: str
     paced: bool
+    timed: bool = False
+
+    @property
+    def chapter(self) -> str:
+        """The number that the name starts with, as "03"."""
+        return self.name[:2]
 
     @property
     def deviation(self) -> float:
         return abs(self.measured - self.predicted)
+
+    @property
+    def source(self) -> str:
+        return PACED if self.paced else MEASURED
 
     @property
     def holds(self) -> bool:
@@ -46,11 +62,10 @@ class Claim:
         return f" {self.unit}" if self.unit else ""
 
     def __repr__(self) -> str:
-        simulated = "" if self.simulated is None else f", simulated {_number(self.simulated)}"
-        source = "measured, paced" if self.paced else "measured"
+        simulated = "" if self.simulated is None else f", simulated {number(self.simulated)}"
         return (
-            f"{self.text} ({self.formula}): predicted {_number(self.predicted)}{simulated}, "
-            f"{source} {_number(self.measured)}{self._unit}: {self.verdict}"
+            f"{self.text} ({self.formula}): predicted {number(self.predicted)}{simulated}, "
+            f"{self.source} {number(self.measured)}{self._unit}: {self.verdict}"
         )
 
     def _repr_html_(self) -> str:
@@ -58,16 +73,14 @@ class Claim:
         return f"<p><b>{mark}</b> {escape(repr(self))}</p>"
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
     """Counts to the last digit, since they are claimed exactly; others to six digits."""
     return f"{value:,.0f}" if float(value).is_integer() else f"{value:.6g}"
 
 
-def _plain(value: float | None) -> float | int | str:
-    """A whole number as an int, since six digits would cut a byte count; nothing as an empty cell."""
-    if value is None:
-        return ""
-    return int(value) if float(value).is_integer() else value
+def _plain(value: float) -> float | int:
+    """A whole number as an int, since six digits would cut a byte count; a plain number in any case."""
+    return int(value) if float(value).is_integer() else float(value)
 
 
 _claims: dict[str, Claim] = {}
@@ -91,11 +104,27 @@ def claim(
     tolerance is in the claim's unit. A claim that does not hang on speed raises `ClaimFailed` where it does
     not hold; a `timed` one is shown with its deviation, since a busy machine can spoil it.
     """
-    made = Claim(name, text, formula, predicted, simulated, measured, tolerance, unit, paced)
+    made = Claim(
+        name=name,
+        text=text,
+        formula=formula,
+        predicted=_plain(predicted),
+        simulated=None if simulated is None else _plain(simulated),
+        measured=_plain(measured),
+        tolerance=_plain(tolerance),
+        unit=unit,
+        paced=paced,
+        timed=timed,
+    )
     _claims[name] = made
     if not made.holds and not timed:
         raise ClaimFailed(repr(made))
     return made
+
+
+def checked() -> tuple[Claim, ...]:
+    """The claims that this process has checked, in order."""
+    return tuple(_claims.values())
 
 
 def claims() -> pandas.DataFrame:
@@ -103,14 +132,29 @@ def claims() -> pandas.DataFrame:
 
     `paced` says whether the measured run was held to set times; `simulated` is empty where nothing was.
     """
+    return as_table(checked())
+
+
+def as_table(made: Iterable[Claim]) -> pandas.DataFrame:
+    """One row a claim. What is displayed carries the claims along, for `read_claims`."""
     from .claims_table import ClaimsTable
 
-    numbers = ("predicted", "simulated", "measured")
+    records = [(c, asdict(c)) for c in made]
     rows = [
-        asdict(c)
-        | {name: _plain(getattr(c, name)) for name in numbers}
-        | {"verdict": c.verdict, "paced": "yes" if c.paced else "no"}
-        for c in _claims.values()
+        record
+        | {
+            "simulated": "" if c.simulated is None else c.simulated,
+            "verdict": c.verdict,
+            "paced": "yes" if c.paced else "no",
+        }
+        for c, record in records
     ]
     columns = "name text formula predicted simulated measured unit paced verdict".split()
-    return ClaimsTable(rows, columns=columns, dtype=object)  # bytes stand beside fractions
+    frame = ClaimsTable(rows, columns=columns, dtype=object)  # bytes stand beside fractions
+    frame.attrs[RECORDS] = [record for _, record in records]
+    return frame
+
+
+def read_claims(output: dict[str, Any]) -> tuple[Claim, ...]:
+    """The claims that an executed cell's output carries in its metadata, if any."""
+    return tuple(Claim(**record) for record in output.get("metadata", {}).get(RECORDS, ()))

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pandas
 
 
 class ClaimsTable(pandas.DataFrame):
-    """A DataFrame that shows every row, column and word; what is made from it is a plain one."""
+    """A DataFrame that shows every row, column and word; what is made from it is a plain one.
+
+    Its `attrs` travel into the metadata of the cell's output.
+    """
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict, dict]:
+        return {}, dict(self.attrs)
 
     def _repr_html_(self) -> str:
         with _in_full():

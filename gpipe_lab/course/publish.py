@@ -12,12 +12,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+from .chapters import EXECUTED
+
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 
 
-def execute(path: Path, *, timeout_s: int = 600) -> None:
-    """Run one notebook and write it back with its outputs. Raises, and writes nothing, if a cell fails."""
+def execute(path: Path, *, timeout_s: int = 600) -> float:
+    """Run one notebook, write it back with its outputs, and return the seconds it took.
+
+    Raises, and writes nothing, if a cell fails.
+    """
     import nbformat
     from nbclient import NotebookClient
 
@@ -30,10 +35,14 @@ def execute(path: Path, *, timeout_s: int = 600) -> None:
         coalesce_streams=True,
         resources={"metadata": {"path": str(path.parent)}},
     )
+    began = time.monotonic()
     client.execute()
+    executed_s = time.monotonic() - began
     clean(notebook)
+    notebook.metadata[EXECUTED] = round(executed_s)
     nbformat.validate(notebook)
     nbformat.write(notebook, path)
+    return executed_s
 
 
 def clean(notebook: Any) -> None:
@@ -49,9 +58,7 @@ def clean(notebook: Any) -> None:
 def main(paths: list[str]) -> None:
     os.environ["GPIPE_LAB_HEADLESS"] = "1"
     for path in map(Path, paths):
-        began = time.monotonic()
-        execute(path)
-        print(f"{path}: {time.monotonic() - began:.0f} s")
+        print(f"{path}: {execute(path):.0f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,125 @@
+"""What the executed chapters say about themselves: title, minutes, predictions, claims, time to run.
+
+Read from notebooks/*.ipynb, so that nothing is written twice.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .claims import Claim, as_table, checked, read_claims
+from .facts import NOTEBOOKS
+
+if TYPE_CHECKING:
+    import pandas
+
+EXECUTED = "gpipe_lab.executed_s"  # in a notebook's metadata: what `make course` measured
+SHORT_PATH = ("00", "02", "03", "04", "11")  # the 90-minute path
+SITTING = "; of chapter 11 its first sitting"
+MINUTES = re.compile(r"^Read (\d+) min · run (\d+) min · exercise (\d+) min", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Minutes:
+    """What a chapter takes, as its first cell says."""
+
+    read: int
+    run: int
+    exercise: int
+
+    @property
+    def total(self) -> int:
+        return self.read + self.run + self.exercise
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """One notebook of the course. `executed_s` is None where it has not been executed by `make course`."""
+
+    path: Path
+    title: str  # without its number, as "The naive pipeline"
+    question: str
+    minutes: Minutes | None
+    predictions: tuple[str, ...]
+    claims: tuple[Claim, ...]
+    executed_s: float | None
+
+    @property
+    def number(self) -> str:
+        return self.path.name[:2]
+
+
+def chapters(folder: Path = NOTEBOOKS) -> tuple[Chapter, ...]:
+    """The chapters there are, in order."""
+    return tuple(map(read_chapter, sorted(folder.glob("[0-9][0-9]_*.ipynb"))))
+
+
+def read_chapter(path: Path) -> Chapter:
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    first, code = _first_cell(notebook), _code(notebook)
+    minutes = MINUTES.search(first)
+    outputs = [output for cell in notebook["cells"] for output in cell.get("outputs", ())]
+    claims = {claim.name: claim for output in outputs for claim in read_claims(output)}
+    return Chapter(
+        path=path,
+        title=_match(r"^# (?:\d+ · )?(.+)$", first) or path.stem,
+        question=_match(r"^\*(.+)\*$", first),
+        minutes=Minutes(*map(int, minutes.groups())) if minutes else None,
+        predictions=tuple(re.findall(r"gl\.predict\(\s*\"([^\"]+)\"", code)),
+        claims=tuple(claim for claim in claims.values() if claim.chapter == path.name[:2]),
+        executed_s=notebook["metadata"].get(EXECUTED),
+    )
+
+
+def claims_table() -> pandas.DataFrame:
+    """The claims of the whole course: those of every executed chapter, and those of this notebook."""
+    recorded = {claim.name: claim for chapter in chapters() for claim in chapter.claims}
+    here = {claim.name: claim for claim in checked()}
+    return as_table(sorted((recorded | here).values(), key=lambda claim: claim.chapter))
+
+
+def map_markdown(made: Sequence[Chapter]) -> str:
+    """The map of the course as a table with links, the 90-minute path marked by a star."""
+    rows = [
+        f"| {'★' if c.number in SHORT_PATH else ''} | [{c.number} · {c.title}]({c.path.name}) | {c.question} "
+        f"| {_minutes(c)} |"
+        for c in made
+    ]
+    total = sum(c.minutes.read + c.minutes.run for c in made if c.minutes and c.number in SHORT_PATH)
+    return "\n".join(
+        [
+            "| | chapter | the question | read · run · exercise (min) |",
+            "| --- | --- | --- | --- |",
+            *rows,
+            "",
+            f"★ the short path, read and run in {total} minutes{SITTING}.",
+            "",
+        ]
+    )
+
+
+def _minutes(chapter: Chapter) -> str:
+    given = chapter.minutes
+    return f"{given.read} · {given.run} · {given.exercise}" if given else ""
+
+
+def _text(cell: dict[str, Any]) -> str:
+    return "".join(cell["source"])
+
+
+def _first_cell(notebook: dict[str, Any]) -> str:
+    return _text(notebook["cells"][0]) if notebook["cells"] else ""
+
+
+def _code(notebook: dict[str, Any]) -> str:
+    return "\n".join(_text(cell) for cell in notebook["cells"] if cell["cell_type"] == "code")
+
+
+def _match(pattern: str, text: str) -> str:
+    found = re.search(pattern, text, re.MULTILINE)
+    return found[1].strip() if found else ""
