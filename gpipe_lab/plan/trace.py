@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from .chrome import document
 from .ops import COMPUTE, RECEIVES, SENDS, Kind, Op, peer
 from .schedule import Schedule
 
@@ -154,9 +155,14 @@ class Trace:
         return pandas.DataFrame(rows, columns=columns)
 
     def to_chrome(self, path: str | Path) -> Path:
-        """Write the trace for Perfetto (ui.perfetto.dev) or chrome://tracing, with arrows send → receive."""
+        """Write the trace for Perfetto (ui.perfetto.dev) or chrome://tracing, with arrows send → receive.
+
+        Where messages take no time the arrows lead from computation to computation. Time starts at zero with
+        the first event; `otherData` says what ran and whether it was simulated or measured.
+        """
         path = Path(path)
-        path.write_text(json.dumps({"traceEvents": list(_chrome_events(self)), "displayTimeUnit": "ms"}))
+        content = document(self, LANES, messages(self) or handovers(self))
+        path.write_text(json.dumps(content, allow_nan=False), encoding="utf-8")
         return path
 
 
@@ -173,36 +179,6 @@ Trace.events = _late_events  # type: ignore
 LANES = (COMPUTE_LANE, WAIT_LANE, COMM_LANE)
 
 
-def _chrome_events(trace: Trace) -> Iterable[dict]:
-    for rank in range(trace.num_ranks):
-        yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
-        for lane, name in enumerate(LANES):
-            yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": lane, "args": {"name": name}}
-    for event in trace.events:
-        yield {
-            "ph": "X",
-            "name": str(event.op),
-            "cat": f"{event.lane},{event.op.kind.value}",
-            "pid": event.rank,
-            "tid": LANES.index(event.lane),
-            "ts": event.start_ms * 1000,
-            "dur": event.duration_ms * 1000,
-            "args": {"microbatch": event.op.microbatch, "stage": event.op.stage, "source": trace.source},
-        }
-    for number, (send, receive) in enumerate(messages(trace)):
-        shared = {"cat": "message", "name": "message", "id": number}
-        lanes = LANES.index(send.lane), LANES.index(receive.lane)
-        yield {"ph": "s", "pid": send.rank, "tid": lanes[0], "ts": send.start_ms * 1000, **shared}
-        yield {
-            "ph": "f",
-            "bp": "e",
-            "pid": receive.rank,
-            "tid": lanes[1],
-            "ts": max(receive.start_ms, send.start_ms) * 1000,
-            **shared,
-        }
-
-
 def messages(trace: Trace) -> tuple[tuple[Event, Event], ...]:
     """The (send, receive) pairs of the comm lane, in order of their sends."""
     comm = {e.op: e for e in trace.events if e.lane == COMM_LANE}
@@ -210,3 +186,16 @@ def messages(trace: Trace) -> tuple[tuple[Event, Event], ...]:
     pairs = [(send, comm[peer(send.op)]) for send in sends if peer(send.op) in comm]
     assert all(receive.op.kind in RECEIVES for _, receive in pairs)
     return tuple(pairs)
+
+
+def handovers(trace: Trace) -> tuple[tuple[Event, Event], ...]:
+    """(computation, the computation on another rank that needs its result), in order of the second."""
+    if trace.schedule is None:
+        return ()
+    done = {e.op: e for e in trace.computations}
+    return tuple(
+        (done[needed], e)
+        for e in trace.computations
+        for needed in trace.schedule.needs.get(e.op, ())
+        if needed in done and done[needed].rank != e.rank
+    )

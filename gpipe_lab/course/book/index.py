@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections import defaultdict
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from dataclasses import dataclass, replace
 
-from bs4 import BeautifulSoup
+from bs4 import BeautifulSoup, NavigableString, Tag
 
+HEADINGS = ["h1", "h2", "h3", "h4"]
 TITLE_WEIGHT = 8  # a word in a section's heading counts as much as so many in its text
-MOST_HITS = 9
+MOST_IN_TEXT = 4  # more often than this a word says no more about a section
 
 
 @dataclass(frozen=True)
@@ -26,27 +27,25 @@ class Section:
 def sections(name: str, page: str, html: str) -> list[Section]:
     """The sections of one page of the site, file `name`, title `page`."""
     soup = BeautifulSoup(html, "html.parser")
-    for left_out in soup.select("script, style, math annotation, a.anchor, .output_html table"):
+    for left_out in soup.select("script, style, math, a.anchor, .output_html table"):
         left_out.decompose()
-    parts: list[tuple[str, str, list[str]]] = [(name, page, [])]
+    found = [Section(name, page, page, "")]
+    texts: list[list[str]] = [[]]
     for node in soup.descendants:
-        tag = getattr(node, "name", None)
-        if tag in ("h1", "h2", "h3", "h4"):
-            parts.append((f"{name}#{node.get('id', '')}", node.get_text(" ", strip=True), []))  # type: ignore[attr-defined]
-        elif tag is None:
-            parts[-1][2].append(str(node))
-    return [
-        Section(url, title, page, " ".join(" ".join(texts).split()))
-        for url, title, texts in parts
-        if "".join(texts).strip()
-    ]
+        if isinstance(node, Tag) and node.name in HEADINGS:
+            found.append(Section(f"{name}#{node['id']}", node.get_text(" ", strip=True), page, ""))
+            texts.append([])
+        elif isinstance(node, NavigableString) and node.find_parent(HEADINGS) is None:
+            texts[-1].append(node)
+    whole = [" ".join(" ".join(parts).split()) for parts in texts]
+    return [replace(section, text=text) for section, text in zip(found, whole, strict=True) if text]
 
 
 def words(text: str) -> list[str]:
-    """What can be searched for: words of two letters or more in lower case, hyphenated ones also in parts."""
+    """What can be searched for: words in lower case, hyphenated ones also in parts."""
     found = re.findall(r"[^\W_]+(?:-[^\W_]+)*", text.lower())
     parts = [part for word in found if "-" in word for part in word.split("-")]
-    return [word for word in (*found, *parts) if len(word) > 1]
+    return [*found, *parts]
 
 
 def index_js(found: list[Section]) -> str:
@@ -55,8 +54,8 @@ def index_js(found: list[Section]) -> str:
     for number, section in enumerate(found):
         for word in words(section.title):
             weights[word][number] += TITLE_WEIGHT
-        for word in words(section.text):
-            weights[word][number] = min(weights[word][number] + 1, TITLE_WEIGHT + MOST_HITS)
+        for word, times in Counter(words(section.text)).items():
+            weights[word][number] += min(times, MOST_IN_TEXT)
     listed = [{"url": s.url, "title": s.title, "page": s.page, "text": s.text[:160]} for s in found]
     index = {
         word: [part for pair in sorted(by_section.items()) for part in pair]

@@ -16,6 +16,10 @@ function find(query) {
     }
     found = found === null ? here : new Map([...found].filter(([s]) => here.has(s)).map(([s, w]) => [s, w + here.get(s)]));
   }
+  const asIs = query.trim().toLowerCase();
+  for (const section of (found || new Map()).keys()) {
+    if (SECTIONS[section].title.toLowerCase().startsWith(asIs)) found.set(section, found.get(section) + 100);
+  }
   return [...(found || [])].sort((a, b) => b[1] - a[1] || a[0] - b[0]).slice(0, 20).map(([s]) => SECTIONS[s]);
 }
 
