@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.profiler import record_function
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..plan.memory import MemoryRow
@@ -21,6 +23,7 @@ from .mailbox import Agreements, Board, Mailbox, Value
 from .pace import Pace
 from .stage import Objective, Stage, StepContext
 from .streams import Device, now_ms
+from .torch_profile import label
 from .tracer import Tracer
 from .tree import Tree, map_tensors, tensors
 
@@ -44,6 +47,7 @@ class StepJob:
     scales: tuple[float, ...] = ()
     pace: Pace | None = None
     every: int | None = None
+    profile: bool = False  # whether torch's profiler runs along
 
 
 @dataclass
@@ -58,6 +62,7 @@ class RankResult:
     bytes_sent: dict[tuple[int, int], int] = field(default_factory=dict)
     bytes_reduced: dict[tuple[int, ...], int] = field(default_factory=dict)
     overran: int = 0
+    profile: bytes = b""  # what torch's profiler recorded, as JSON
 
 
 class Executor:
@@ -98,9 +103,11 @@ class Executor:
             if op.kind in COMPUTE:
                 self._compute(op, index)
             elif op.kind in SENDS:
-                self.mailbox.send(op)
+                with self._named(op):
+                    self.mailbox.send(op)
             elif op.kind in RECEIVES:
-                self.mailbox.post(op)
+                with self._named(op):
+                    self.mailbox.post(op)
         self.board.mark(op, waits=True)
         self.mailbox.settle(wait=True)
         self.board.clear()
@@ -143,14 +150,19 @@ class Executor:
                 self.board.mark(op)
         start, started_ms = self.device.stamp(), now_ms()
         self.ledger.start(op, index, start)
-        if self.job.pace is None:
-            self.handlers[op.kind](op)
-            self.mailbox.settle()
-        else:
-            self._paced(op, self.job.pace, started_ms)
+        with self._named(op):
+            if self.job.pace is None:
+                self.handlers[op.kind](op)
+                self.mailbox.settle()
+            else:
+                self._paced(op, self.job.pace, started_ms)
         end = self.device.stamp()
         self.ledger.snapshot(end)
         self.tracer.add(COMPUTE_LANE, op, start, end)
+
+    def _named(self, op: Op) -> AbstractContextManager:
+        """The operation's name in torch's profile, where one is made: a name costs a little."""
+        return record_function(label(op)) if self.job.profile else nullcontext()
 
     def _paced(self, op: Op, pace: Pace, started_ms: float) -> None:
         """Run `op`, then hold it until its time, counted from its own start, is over."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from ..engine.saving import load_state as read_state
 from ..engine.saving import save_state as write_state
 from ..engine.stage import Objective
 from ..engine.streams import Device, open_device
+from ..engine.torch_profile import recorded
 from ..engine.tree import Tree
 from .worker import RankContext
 
@@ -44,7 +45,7 @@ def run_once(
     jobs = [warm_up] if warm_up is not None else []
     steps = []
     start = pipeline.snapshot()
-    for this in (*jobs, *[job] * repeats):
+    for this in (*jobs, *[replace(job, profile=False)] * (repeats - 1), job):
         pipeline.zero_grad()
         start.restore()
         steps.append(_step(context, pipeline, this, strict, update=False))
@@ -104,9 +105,13 @@ def _step(
 ) -> tuple[RankResult, float, float]:
     links = _links(context, strict)
     links.link_ms = 0.0 if job.pace is None else job.pace.link_ms
-    if job.step.gradients:
-        return pipeline.step(job, links, context.groups, update=update)
-    return (*pipeline.evaluate(job, links), 0.0)
+    with recorded(job.profile, context.scratch) as recording:
+        if job.step.gradients:
+            result, loss, norm = pipeline.step(job, links, context.groups, update=update)
+        else:
+            (result, loss), norm = pipeline.evaluate(job, links), 0.0
+    result.profile = recording.content
+    return result, loss, norm
 
 
 def _device(context: RankContext) -> Device:

@@ -129,6 +129,7 @@ class Lab:
         repeats: int = 1,
         hoist: int = 2,
         strict: bool = False,
+        profile: bool = False,
     ) -> Run:
         """Run one training step of `model` through the ranks and measure it; nothing is kept afterwards.
 
@@ -145,6 +146,8 @@ class Lab:
         pace: a `gl.Pace`; None runs at full speed. warmup: run an unpaced step first and discard it.
         repeats: measure that often and return the run with the median makespan. hoist: how many
         computations ahead of need receives are posted. strict: one transfer at a time on each rank.
+        profile: run torch's profiler in the last measured step, which takes time; `run.profiles` has a trace
+        for each rank, with every operation named.
 
         Raises `InputError` or `ScheduleError` before any process works, `RankFailed` when a rank fails.
         """
@@ -168,6 +171,7 @@ class Lab:
             repeats=repeats,
             hoist=hoist,
             strict=strict,
+            profile=profile,
         )
 
     def profile(

@@ -60,6 +60,7 @@ def run_once(
     repeats: int,
     hoist: int,
     strict: bool,
+    profile: bool,
 ) -> Run:
     """See `Lab.run`."""
     require_count(repeats, "repeats", where="Lab.run")
@@ -84,6 +85,7 @@ def run_once(
         early=early,
         pace=pace,
         hoist=hoist,
+        profile=profile,
         step=step,
     )
     limit = parse_bytes(lab.memory_limit)
@@ -98,7 +100,7 @@ def run_once(
         num_replicas=schedule.num_replicas,
     )
     args = [
-        (spec, job, replace(job, pace=None) if warmup else None, repeats, strict)
+        (spec, job, replace(job, pace=None, profile=False) if warmup else None, repeats, strict)
         for spec, job in zip(specs, plan.jobs, strict=True)
     ]
     sweep(lab)
@@ -106,7 +108,7 @@ def run_once(
     steps = zip(*(steps for steps, _ in by_rank), strict=True)
     runs = [assemble_step(lab, plan, list(results), pace) for results in steps]
     gradients = {name: g for _, found in by_rank for name, g in found.items()}
-    return replace(middle(runs), _gradients=gradients)
+    return replace(middle(runs), _gradients=gradients, profiles=runs[-1].profiles)
 
 
 def profile_model(

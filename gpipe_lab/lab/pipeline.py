@@ -111,10 +111,12 @@ class Pipeline:
         pace: Pace | None = None,
         hoist: int = 2,
         strict: bool = False,
+        profile: bool = False,
     ) -> Run:
         """One training step: gradients of the batch, and with `update` an optimizer step.
 
         After an update the next step starts from zeroed gradients; steps without one add up.
+        profile: run torch's profiler along, which takes time; `run.profiles` has a trace for each rank.
         """
         require(
             not update or self._options["optimizer"] is not None,
@@ -140,6 +142,7 @@ class Pipeline:
             early=early,
             pace=pace,
             hoist=hoist,
+            profile=profile,
         )
         replies = self._call(jobs.step, [(job, update, strict) for job in plan.jobs])
         self._steps += 1

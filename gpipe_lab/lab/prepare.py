@@ -175,6 +175,7 @@ def plan_step(
     early: bool = False,
     pace: Pace | None = None,
     hoist: int = 2,
+    profile: bool = False,
     step: StepContext,
 ) -> Plan:
     """Check a step and split it into jobs. Raises `InputError` or `ScheduleError`: no process works yet."""
@@ -234,6 +235,7 @@ def plan_step(
         scales=scales,
         pace=pace,
         every=every,
+        profile=profile,
     )
     inputs_at = _by_rank(inputs_split, 0, schedule)
     targets_at = _by_rank(targets_split, schedule.num_stages - 1, schedule)

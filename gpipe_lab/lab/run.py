@@ -14,6 +14,7 @@ from ..engine.tree import Tree
 from ..plan.memory import MemoryReport
 from ..plan.schedule import Schedule
 from ..plan.trace import MEASURED, PACED, Trace
+from .profiles import Profiles
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class Run:
     `loss` is that of the whole batch. `bytes_sent` maps (from rank, to rank) to the bytes of tensors that
     went that way; `bytes_reduced` maps the ranks of a group (replicas, or holders of tied weights) to the
     bytes of gradients that each of them put into its sum. Where the step was repeated, `trace` and `memory`
-    are those of the run with the median makespan, and `makespans_ms` has all of them.
+    are those of the run with the median makespan, and `makespans_ms` has all of them. `profiles` are those of
+    torch's profiler, where they were asked for.
     """
 
     loss: float
@@ -33,6 +35,7 @@ class Run:
     makespans_ms: tuple[float, ...]
     bytes_reduced: dict[tuple[int, ...], int] = field(default_factory=dict)
     grad_norm: float | None = None
+    profiles: Profiles | None = None
     _gradients: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
     _outputs: dict[int, Tree] = field(default_factory=dict, repr=False)
 
@@ -71,6 +74,7 @@ def assemble(
         bytes_sent={link: n for result in results for link, n in result.bytes_sent.items()},
         makespans_ms=(trace.makespan_ms,),
         bytes_reduced={ranks: n for result in results for ranks, n in result.bytes_reduced.items()},
+        profiles=Profiles([result.profile for result in results]) if results[0].profile else None,
         _outputs={m: tree for result in results for m, tree in result.outputs.items()},
     )
 

@@ -49,6 +49,7 @@ class RankContext:
     `state` survives from job to job until the workers are replaced. `groups` holds whatever belongs to
     the default process group, such as groups made from it, and is emptied when that is replaced.
     `board.mark(op)` says which operation the rank is in; `report(value)` sends the driver a message.
+    `scratch` is a private folder that goes with the workers, however they end.
     """
 
     rank: int
@@ -57,6 +58,7 @@ class RankContext:
     device_plan: DevicePlan
     board: RankBoard
     report: Callable[[Any], None]
+    scratch: str
     state: dict[Any, Any] = field(default_factory=dict)
     groups: dict[Any, Any] = field(default_factory=dict)
 
@@ -119,7 +121,7 @@ def main(seat: Seat) -> None:
     sys.stdout, sys.stderr = streams
     plan = seat.device_plan
     num_ranks, device = len(plan.device_names), plan.device_names[seat.rank]
-    context = RankContext(seat.rank, num_ranks, device, plan, seat.board, outbox.report)
+    context = RankContext(seat.rank, num_ranks, device, plan, seat.board, outbox.report, seat.rendezvous)
     while True:
         kind, content = _run(context, jobs.get())
         for stream in streams:
