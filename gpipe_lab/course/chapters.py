@@ -53,6 +53,15 @@ class Chapter:
     def number(self) -> str:
         return self.path.name[:2]
 
+    @property
+    def minutes_in_words(self) -> str:
+        """What it takes, and how long running it took when the chapter was last executed."""
+        if self.minutes is None:
+            return "no times given"
+        measured = "" if self.executed_s is None else f" ({self.executed_s:g} s measured)"
+        given = self.minutes
+        return f"read {given.read}, run {given.run}{measured}, exercise {given.exercise} min"
+
 
 def chapters(folder: Path = NOTEBOOKS) -> tuple[Chapter, ...]:
     """The chapters there are, in order."""
@@ -87,25 +96,24 @@ def map_markdown(made: Sequence[Chapter]) -> str:
     """The map of the course as a table with links, the 90-minute path marked by a star."""
     rows = [
         f"| {'★' if c.number in SHORT_PATH else ''} | [{c.number} · {c.title}]({c.path.name}) | {c.question} "
-        f"| {_minutes(c)} |"
+        f"| {c.minutes_in_words} |"
         for c in made
     ]
-    total = sum(c.minutes.read + c.minutes.run for c in made if c.minutes and c.number in SHORT_PATH)
     return "\n".join(
         [
-            "| | chapter | the question | read · run · exercise (min) |",
+            "| | chapter | the question | what it takes |",
             "| --- | --- | --- | --- |",
             *rows,
             "",
-            f"★ the short path, read and run in {total} minutes{SITTING}.",
+            f"★ the short path, read and run in {short_minutes(made)} minutes{SITTING}.",
             "",
         ]
     )
 
 
-def _minutes(chapter: Chapter) -> str:
-    given = chapter.minutes
-    return f"{given.read} · {given.run} · {given.exercise}" if given else ""
+def short_minutes(made: Sequence[Chapter]) -> int:
+    """To read and run the short path, without its exercises."""
+    return sum(c.minutes.read + c.minutes.run for c in made if c.minutes and c.number in SHORT_PATH)
 
 
 def _text(cell: dict[str, Any]) -> str:

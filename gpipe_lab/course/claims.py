@@ -8,6 +8,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from ..plan.trace import MEASURED, PACED
+from .kept import CLAIMED, record
 
 if TYPE_CHECKING:
     import pandas
@@ -117,6 +118,8 @@ def claim(
         timed=timed,
     )
     _claims[name] = made
+    if why := record(CLAIMED, name):
+        print(why)
     if not made.holds and not timed:
         raise ClaimFailed(repr(made))
     return made

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..plan.errors import require
 from . import mode
+from .kept import PREDICTED, record
 
 _committed: dict[str, float] = {}  # running the cell again keeps what was typed
 
@@ -27,6 +28,8 @@ class Prediction:
     @value.setter
     def value(self, number: float) -> None:
         _committed[self.name] = float(number)
+        if why := record(PREDICTED, self.name):
+            print(why)
 
     @property
     def is_default(self) -> bool:

@@ -1,49 +1,90 @@
-"""Which exercises have passed, kept in one local JSON file."""
+"""The map of the course: what each chapter holds, how long it takes, and what is done of it."""
 
 from __future__ import annotations
 
-import json
 import os
-import tempfile
 from dataclasses import dataclass
-from datetime import datetime
 from html import escape
 from pathlib import Path
 
-from . import mode
-
-FILE_NAME = ".gpipe_lab_progress.json"
-FILE_VARIABLE = "GPIPE_LAB_PROGRESS"
+from .chapters import SHORT_PATH, SITTING, Chapter, chapters, short_minutes
+from .kept import Kept, file_path, read
 
 
 @dataclass(frozen=True)
 class Progress:
-    """The course as a map: every exercise, and when it passed. `path` is where this is kept."""
+    """The course as a map. `path` is where what is done is kept."""
 
-    passed: dict[str, str]  # exercise -> ISO time
+    kept: Kept
+    chapters: tuple[Chapter, ...]
     exercises: tuple[str, ...]
     path: Path
 
+    @property
+    def passed(self) -> dict[str, str]:
+        """exercise -> when it passed (ISO time)."""
+        return self.kept.passed
+
     def __str__(self) -> str:
-        rows = (f"{'[x]' if name in self.passed else '[ ]'} {name}" for name in self.exercises)
-        return "\n".join([*rows, self.summary])
+        lines = []
+        for chapter in self.chapters:
+            lines.append(f"{self._star(chapter)} {chapter.number} · {chapter.title}: {self._words(chapter)}")
+            lines += [f"    {'[x]' if name in self.passed else '[ ]'} {name}" for name in self._of(chapter)]
+        return "\n".join([*lines, self.summary])
+
+    __repr__ = __str__
 
     @property
     def summary(self) -> str:
         done = sum(name in self.passed for name in self.exercises)
-        return f"{done} of {len(self.exercises)} exercises passed; kept in {self.path}"
-
-    __repr__ = __str__
+        short = short_minutes(self.chapters)
+        return (
+            f"{done} of {len(self.exercises)} exercises passed; kept in {self.path}. "
+            f"* the short path, read and run in {short} minutes{SITTING}"
+        )
 
     def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><td>{'✔' if name in self.passed else '○'}</td>"
-            f"<td style='text-align:left'>{escape(name)}</td>"
-            f"<td>{escape(self.passed.get(name, 'not yet'))}</td></tr>"
-            for name in self.exercises
+        columns = ("", "chapter", "minutes", "exercises", "predictions", "claims")
+        head = "".join(f"<th style='text-align:left'>{name}</th>" for name in columns)
+        rows = "".join(f"<tr>{''.join(map(_cell, self._row(chapter)))}</tr>" for chapter in self.chapters)
+        return f"<table><tr>{head}</tr>{rows}</table><p>{escape(self.summary)}</p>"
+
+    def _row(self, chapter: Chapter) -> tuple[str, ...]:
+        marks = (f"{'✔' if name in self.passed else '○'} {name}" for name in self._of(chapter))
+        return (
+            self._star(chapter),
+            f"{chapter.number} · {chapter.title}",
+            chapter.minutes_in_words,
+            "\n".join(marks),
+            self._predictions(chapter),
+            self._claims(chapter),
         )
-        head = "<tr><th></th><th style='text-align:left'>exercise</th><th>passed</th></tr>"
-        return f"<table>{head}{rows}</table><p>{escape(self.summary)}</p>"
+
+    def _words(self, chapter: Chapter) -> str:
+        return (
+            f"{chapter.minutes_in_words}; predictions {self._predictions(chapter)}, "
+            f"claims {self._claims(chapter)}"
+        )
+
+    def _of(self, chapter: Chapter) -> list[str]:
+        return [name for name in self.exercises if name.startswith(chapter.number)]
+
+    def _star(self, chapter: Chapter) -> str:
+        return "*" if chapter.number in SHORT_PATH else " "
+
+    def _predictions(self, chapter: Chapter) -> str:
+        return _count(chapter.predictions, self.kept.predicted)
+
+    def _claims(self, chapter: Chapter) -> str:
+        return _count([claim.name for claim in chapter.claims], self.kept.claimed)
+
+
+def _count(names: list[str] | tuple[str, ...], done: dict[str, str]) -> str:
+    return f"{sum(name in done for name in names)} of {len(names)}"
+
+
+def _cell(text: str) -> str:
+    return f"<td style='text-align:left;white-space:pre-line'>{escape(text)}</td>"
 
 
 def progress(*, reset: bool = False) -> Progress:
@@ -55,44 +96,4 @@ def progress(*, reset: bool = False) -> Progress:
 
     if reset:
         file_path().unlink(missing_ok=True)
-    return Progress(_read(), names(), Path(os.path.relpath(file_path())))
-
-
-def record(exercise: str) -> str:
-    """Note that `exercise` has passed. Returns "" or, where it could not be kept, why not.
-
-    A headless run keeps nothing, unless GPIPE_LAB_PROGRESS says where.
-    """
-    if mode.headless() and FILE_VARIABLE not in os.environ:
-        return ""
-    passed = _read()
-    passed.setdefault(exercise, datetime.now().isoformat(timespec="seconds"))
-    try:
-        _write(passed)
-    except OSError as error:
-        return f"not recorded: {error.strerror} ({file_path()}); set {FILE_VARIABLE} to another path"
-    return ""
-
-
-def file_path() -> Path:
-    return Path(os.environ.get(FILE_VARIABLE) or FILE_NAME).absolute()
-
-
-def _read() -> dict[str, str]:
-    """What has passed; a file that is damaged or somebody else's counts as empty."""
-    try:
-        passed = json.loads(file_path().read_text(encoding="utf-8"))["passed"]
-        return {str(name): str(when) for name, when in passed.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}
-
-
-def _write(passed: dict[str, str]) -> None:
-    """Replace the file in one step, so that two notebooks never leave half of one."""
-    path = file_path()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(
-        "w", dir=path.parent, prefix=path.name, delete=False, encoding="utf-8"
-    ) as new:
-        json.dump({"passed": passed}, new, indent=1)
-    os.replace(new.name, path)
+    return Progress(read(), chapters(), names(), Path(os.path.relpath(file_path())))

@@ -244,6 +244,28 @@ def test_the_first_pass_is_kept(kept_apart: Path) -> None:
     assert progress().passed["00-finish-time"] == "2020-01-01T00:00:00"
 
 
+def test_the_map_counts_what_was_predicted_and_claimed(kept_apart: Path) -> None:
+    first = progress().chapters[0]
+    begins = f"* 00 · {first.title}: {first.minutes_in_words}; predictions 0 of "
+    assert repr(progress()).startswith(begins)
+    prediction = predict(first.predictions[0], "How many?", default=1)
+    assert not progress().kept.predicted  # the default is nobody's prediction
+    prediction.value = 3
+    claim(first.claims[0].name, "two are two", formula="2", predicted=2, measured=2)
+    found = progress()
+    assert list(found.kept.predicted) == [first.predictions[0]]
+    assert list(found.kept.claimed) == [first.claims[0].name]
+    counts = f"predictions 1 of {len(first.predictions)}, claims 1 of {len(first.claims)}"
+    assert counts in repr(found) and "the short path" in repr(found)
+    assert f"1 of {len(first.claims)}" in found._repr_html_()
+    assert not progress(reset=True).kept.claimed
+
+
+def test_every_exercise_is_on_the_map() -> None:
+    shown = repr(progress())
+    assert all(f"[ ] {name}" in shown for name in all_exercises())
+
+
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"passed": 3}', '{"passed": ["x"]}'])
 def test_a_damaged_file_counts_as_empty(kept_apart: Path, damage: str) -> None:
     kept_apart.write_text(damage)

@@ -1,8 +1,13 @@
 """The README keeps its word: its links lead somewhere and its commands exist."""
 
+import json
 import re
 import subprocess
+import sys
 from pathlib import Path
+
+from gpipe_lab.course.grade import CRASHED, MISSING, SYNTAX, TIMED_OUT, UNREADABLE
+from gpipe_lab.course.grading import FAILED, NOT_DONE, PASSED
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -28,3 +33,24 @@ def test_every_chapter_is_listed():
 
 def test_no_placeholder_is_left():
     assert "<!--" not in TEXT
+
+
+def test_the_container_installs_what_the_course_needs():
+    for path in (ROOT / ".devcontainer").rglob("devcontainer.json"):
+        config = json.loads(path.read_text(encoding="utf-8"))
+        assert "requirements.txt" in config["postCreateCommand"], path
+        assert any(argument.startswith("--shm-size") for argument in config["runArgs"]), path
+        assert config["hostRequirements"].get("gpu", False) == (path.parent.name == "gpu"), path
+
+
+def test_the_grading_command_is_as_the_instructors_page_says():
+    page = (ROOT / "notebooks" / "instructor.md").read_text(encoding="utf-8")
+    command = re.search(r"^python -m (\S+) handed_in (.*)$", page, re.MULTILINE)
+    assert command is not None
+    said = subprocess.run(
+        [sys.executable, "-m", command[1], "--help"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    for option in re.findall(r"-+[a-z]+", command[2]):
+        assert option in said.stdout
+    verdicts = set(re.findall(r"^\| ([a-z ]+) \|", page, re.MULTILINE)) - {"verdict"}
+    assert verdicts == {PASSED, FAILED, NOT_DONE, TIMED_OUT, CRASHED, SYNTAX, UNREADABLE, MISSING}

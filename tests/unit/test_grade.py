@@ -1,0 +1,154 @@
+"""Grading a folder of notebooks: each answer one row with a verdict, whatever the learner's code does."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from gpipe_lab.course.exercises import all_exercises, find
+from gpipe_lab.course.facts import NOTEBOOKS
+from gpipe_lab.course.grade import Grade, grade_folder, learners, main, run_apart
+from gpipe_lab.course.submission import Unreadable, read
+
+CHAPTER = NOTEBOOKS / "00_laundry.ipynb"
+EXERCISE = find("00-finish-time")
+NAME = EXERCISE.starter.__name__
+SOLUTION = EXERCISE.solution_source
+MUTANT = f"""
+def {NAME}(*args):
+    from gpipe_lab.course.exercises import find
+
+    return find("{EXERCISE.name}").mutants["{next(iter(EXERCISE.mutants))}"](*args)
+"""
+LOUD = (
+    SOLUTION.replace(f"def {NAME}", "def _right", 1)
+    + f"\n\ndef {NAME}(*args):\n    print('x' * 10_000_000)\n    return _right(*args)\n"
+)
+
+
+def hand_in(folder: Path, learner: str, answer: str | None) -> Path:
+    """The chapter with the learner's own function in place of the starter; None leaves the starter."""
+    notebook = json.loads(CHAPTER.read_text(encoding="utf-8"))
+    for cell in notebook["cells"]:
+        if answer is not None and f"def {NAME}" in "".join(cell["source"]):
+            cell["source"] = answer
+    path = folder / learner / CHAPTER.name
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(notebook), encoding="utf-8")
+    return path
+
+
+def test_every_learner_gets_a_verdict(tmp_path: Path) -> None:
+    answers = {
+        "right": SOLUTION,
+        "untouched": None,
+        "wrong": MUTANT,
+        "broken": f"def {NAME}(minutes:\n    return 0",
+        "leaves": f"import os\n\ndef {NAME}(*args):\n    os._exit(0)",
+        "exits": f"import sys\n\ndef {NAME}(*args):\n    sys.exit('enough')",
+        "loud": LOUD,
+        "nameless": "answer = 7",
+        "needs": f"import no_such_package\n\n{SOLUTION}",
+    }
+    for learner, answer in answers.items():
+        hand_in(tmp_path, learner, answer)
+    (tmp_path / "absent").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / CHAPTER.name).write_text("not a notebook")
+    out = tmp_path / "grades.csv"
+    assert main([str(tmp_path), "-o", str(out), "--chapters", "00", "-j", "2", "--timeout", "250"]) == 0
+    with out.open(newline="", encoding="utf-8") as file:
+        rows = {row["learner"]: row for row in csv.DictReader(file)}
+    assert {learner: row["verdict"] for learner, row in rows.items()} == {
+        "absent": "missing",
+        "broken": "syntax error",
+        "exits": "crashed",
+        "leaves": "crashed",
+        "loud": "passed",
+        "nameless": "failed",
+        "needs": "failed",
+        "other": "unreadable",
+        "right": "passed",
+        "untouched": "not done yet",
+        "wrong": "failed",
+    }
+    assert list(rows) == sorted(rows)
+    assert "fails at" in rows["wrong"]["detail"]
+    assert "no_such_package" in rows["needs"]["detail"]
+    assert "never closed" in rows["broken"]["detail"]
+    assert "exit code 0" in rows["leaves"]["detail"]
+    assert rows["right"]["notebook"] == CHAPTER.name and float(rows["right"]["seconds"]) > 0
+
+
+def test_an_answer_that_never_ends_is_ended() -> None:
+    looping = f"def {NAME}(*args):\n    while True:\n        pass\n"
+    verdict, detail = run_apart(looping, EXERCISE.name, NAME, 3)
+    assert (verdict, detail) == ("timed out", "no end after 3 s")
+
+
+def test_a_process_that_is_killed_is_told(tmp_path: Path) -> None:
+    fatal = f"import os, signal\n\ndef {NAME}(*args):\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+    assert run_apart(fatal, EXERCISE.name, NAME, 250) == ("crashed", "the process was killed by SIGKILL")
+
+
+def test_missing_notebooks_cost_nothing(tmp_path: Path) -> None:
+    (tmp_path / "absent").mkdir()
+    grades = list(grade_folder(tmp_path))
+    assert grades == [
+        Grade("absent", name, "missing", "no notebook of this chapter") for name in all_exercises()
+    ]
+
+
+def test_a_folder_of_notebooks_is_one_learner(tmp_path: Path) -> None:
+    shutil.copy(CHAPTER, tmp_path)
+    assert learners(tmp_path) == [tmp_path]
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / "ada").mkdir()
+    assert learners(tmp_path) == [tmp_path / "ada"]
+
+
+# Reading a notebook.
+
+
+def notebook(tmp_path: Path, *cells: str) -> Path:
+    path = tmp_path / "n.ipynb"
+    path.write_text(json.dumps({"cells": [{"cell_type": "code", "source": cell} for cell in cells]}))
+    return path
+
+
+def test_only_definitions_are_taken_out(tmp_path: Path) -> None:
+    found = read(
+        notebook(
+            tmp_path,
+            "%matplotlib inline\nimport math\nlab = open_lab()\nWIDTH = 8",
+            "@cache\ndef f(x):\n    # a remark\n    return x + WIDTH\n\nf(3)\ng = lambda x: x",
+            "%%time\nlong()",
+            'gl.check("00-a", f); check("00-b", g)\ngl.check("00-c", find().solution)',
+        )
+    )
+    assert found.source.split("\n\n") == [
+        "import math",
+        "WIDTH = 8",
+        "@cache\ndef f(x):\n    # a remark\n    return x + WIDTH",
+        "g = lambda x: x\n",
+    ]
+    assert found.checked == {"00-a": "f", "00-b": "g"}
+    assert found.broken == ()
+
+
+def test_a_broken_cell_spoils_only_what_it_defines(tmp_path: Path) -> None:
+    found = read(notebook(tmp_path, "def f(:\n    pass", "def g():\n    pass"))
+    assert "def g" in found.source and "def f" not in found.source
+    assert "SyntaxError" in found.why_missing("f") and found.why_missing("g") == ""
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"cells": [{}]}', "\x00"])
+def test_what_is_no_notebook_says_so(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "n.ipynb"
+    path.write_text(content)
+    with pytest.raises(Unreadable):
+        read(path)
