@@ -28,7 +28,7 @@ def test_every_make_target_exists():
 
 def test_every_chapter_is_listed():
     chapters = {f"notebooks/{path.name}" for path in (ROOT / "notebooks").glob("*.ipynb")}
-    assert chapters == set(re.findall(r"\]\((notebooks/[^)]+)\)", TEXT))
+    assert chapters == set(re.findall(r"\]\((notebooks/[^)]+\.ipynb)\)", TEXT))
 
 
 def test_no_placeholder_is_left():
