@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from .plan.bubble import take_apart
+from .plan.critical_path import critical_path
 from .plan.errors import InputError, ScheduleError
 from .plan.interleaved import interleaved
 from .plan.lowering import lower
@@ -107,6 +109,7 @@ __all__ = [
     "StageBytes",
     "Trace",
     "costs_of",
+    "critical_path",
     "dependencies",
     "forward_only",
     "from_csv",
@@ -122,6 +125,7 @@ __all__ = [
     "search",
     "simulate",
     "simulate_memory",
+    "take_apart",
     "to_csv",
     "validate",
     "with_recompute",

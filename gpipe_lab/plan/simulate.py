@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
@@ -100,16 +100,13 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class OwnTimes:
-    """Every operation as long as it took in a measured trace; messages take no time."""
+class Times:
+    """Each computation with a time of its own, in ms; messages take no time."""
 
-    trace: Trace
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_times", {e.op: e.duration_ms for e in self.trace.computations})
+    times: Mapping[Op, float]
 
     def duration_ms(self, op: Op, schedule: Schedule) -> float:
-        return self._times[op]  # type: ignore[attr-defined]
+        return self.times.get(op, 0.0)
 
     def delay_ms(self, op: Op, schedule: Schedule) -> float:
         return 0.0
@@ -189,7 +186,7 @@ def replay(trace: Trace) -> Trace:
     The difference of the makespans is communication and launch, since computation is the same in both.
     """
     assert trace.schedule is not None, "a measured trace carries its schedule"
-    return simulate(trace.schedule, OwnTimes(trace))
+    return simulate(trace.schedule, Times({e.op: e.duration_ms for e in trace.computations}))
 
 
 def costs_of(trace: Trace, *, send: Cost = 0.0) -> Costs:

@@ -12,7 +12,7 @@ from ..plan import formulas
 from ..plan.errors import require
 from ..plan.ops import Kind, Op
 from ..plan.schedule import Schedule
-from ..plan.simulate import costs_of, replay, simulate
+from ..plan.simulate import Times, costs_of, replay, simulate
 from ..plan.trace import PACED, Trace
 from .style import number
 
@@ -148,19 +148,6 @@ class ErrorExplained:
         ).round(2)
 
 
-@dataclass(frozen=True)
-class _Times:
-    """Each computation with a given time; messages take none."""
-
-    times: dict[Op, float]
-
-    def duration_ms(self, op: Op, schedule: Schedule) -> float:
-        return self.times.get(op, 0.0)
-
-    def delay_ms(self, op: Op, schedule: Schedule) -> float:
-        return 0.0
-
-
 def explain_error(measured: Trace, simulated: Trace, *, contention: float | None = None) -> ErrorExplained:
     """Where the measured makespan's difference from the simulated one comes from, in ms.
 
@@ -202,7 +189,7 @@ def explain_error(measured: Trace, simulated: Trace, *, contention: float | None
     typical = _typical(held, assumed)
 
     def makespan(times: dict[Op, float]) -> float:
-        return simulate(schedule, _Times(times)).makespan_ms
+        return simulate(schedule, Times(times)).makespan_ms
 
     replayed = replay(measured).makespan_ms
     messages = simulated.makespan_ms - makespan(assumed)  # what the simulation allows for them
