@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from ..plan import formulas
 from ..plan.errors import require
 from ..plan.ops import Kind, Op
-from ..plan.schedule import Schedule
 from ..plan.simulate import Times, costs_of, replay, simulate
 from ..plan.trace import PACED, Trace
 from .style import number

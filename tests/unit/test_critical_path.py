@@ -13,6 +13,7 @@ from gpipe_lab.plan import formulas
 from gpipe_lab.plan.bubble import PARTS
 from gpipe_lab.plan.critical_path import sources
 from gpipe_lab.plan.ops import Kind, Op
+from gpipe_lab.plan.schedule import peer, send_of
 from gpipe_lab.plan.trace import COMM_LANE, PACED
 
 TIMES = st.floats(0.5, 5.0)
@@ -131,8 +132,8 @@ def test_a_lowered_schedule_has_the_same_path_and_a_message_that_waited_to_be_ta
     assert sum(path.lengths_ms.values()) == pytest.approx(lowered.makespan_ms)
     taken = {}
     for e in plain.computations:
-        for op in sources(e.op, schedule):
-            taken[Op(Kind.RECV_F if e.op.kind is Kind.F else Kind.RECV_B, e.op.stage, e.op.microbatch)] = e
+        sends = filter(None, (send_of(op, schedule) for op in sources(e.op, schedule)))
+        taken |= {peer(send): e for send in sends if peer(send).stage == e.op.stage}
     measured = [
         e._replace(start_ms=taken[e.op].start_ms, end_ms=taken[e.op].start_ms)
         if e.lane == COMM_LANE and e.op in taken
