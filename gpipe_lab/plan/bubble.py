@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from .errors import require
 from .ops import COMPUTE, Kind, Op
-from .simulate import Times, simulate
+from .simulate import OpTimes, simulate
 from .trace import Trace
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def take_apart(trace: Trace) -> Bubble:
     left, times = trace, own
     for cause, change in (("communication", dict), ("imbalance", _evened), ("recompute", _spared)):
         changed = change(times)
-        without = simulate(schedule, Times(changed))
+        without = simulate(schedule, OpTimes(changed))
         gain = _idle(left) - _idle(without)
         if gain > NOISE * total:
             parts[cause], left, times = gain, without, changed

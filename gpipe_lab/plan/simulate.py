@@ -100,7 +100,7 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Times:
+class OpTimes:
     """Each computation with a time of its own, in ms; messages take no time."""
 
     times: Mapping[Op, float]
@@ -186,7 +186,7 @@ def replay(trace: Trace) -> Trace:
     The difference of the makespans is communication and launch, since computation is the same in both.
     """
     assert trace.schedule is not None, "a measured trace carries its schedule"
-    return simulate(trace.schedule, Times({e.op: e.duration_ms for e in trace.computations}))
+    return simulate(trace.schedule, OpTimes({e.op: e.duration_ms for e in trace.computations}))
 
 
 def costs_of(trace: Trace, *, send: Cost = 0.0) -> Costs:

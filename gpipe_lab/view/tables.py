@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ..plan import formulas
 from ..plan.errors import require
 from ..plan.ops import Kind, Op
-from ..plan.simulate import Times, costs_of, replay, simulate
+from ..plan.simulate import OpTimes, costs_of, replay, simulate
 from ..plan.trace import PACED, Trace
 from .style import number
 
@@ -188,7 +188,7 @@ def explain_error(measured: Trace, simulated: Trace, *, contention: float | None
     typical = _typical(held, assumed)
 
     def makespan(times: dict[Op, float]) -> float:
-        return simulate(schedule, Times(times)).makespan_ms
+        return simulate(schedule, OpTimes(times)).makespan_ms
 
     replayed = replay(measured).makespan_ms
     messages = simulated.makespan_ms - makespan(assumed)  # what the simulation allows for them
