@@ -75,7 +75,10 @@ _LAZY: dict[str, str] = {
     **dict.fromkeys(("Device", "Model", "Precision"), "gpipe_lab.plan.models"),
     "Plan": "gpipe_lab.plan.costing",
     "report": "gpipe_lab.reporting",
-    "Explorer": "gpipe_lab.view.explorer",
+    **dict.fromkeys(("Explorer", "explore"), "gpipe_lab.view.explorer"),
+    **dict.fromkeys(("bubble_table", "plot_bubble"), "gpipe_lab.view.apart"),
+    **dict.fromkeys(("plot_race", "race_table"), "gpipe_lab.view.race"),
+    "state_in_words": "gpipe_lab.view.moment",
     "plot_bubble_curve": "gpipe_lab.view.curves",
     "plot_lines": "gpipe_lab.view.lines",
 }

@@ -104,7 +104,7 @@ def critical_path(trace: Trace) -> CriticalPath:
 
 def _backwards(trace: Trace) -> Iterator[Step]:
     """The steps from the last to the first. Each ends where the one after it begins."""
-    reasons = _Reasons(trace)
+    reasons = Reasons(trace)
     event = max(trace.computations, key=lambda e: e.end_ms, default=None)
     at = event.end_ms if event else 0.0
     while event is not None:
@@ -119,7 +119,7 @@ def _backwards(trace: Trace) -> Iterator[Step]:
         event = reason
 
 
-class _Reasons:
+class Reasons:
     """Why each computation of a trace started no sooner."""
 
     def __init__(self, trace: Trace) -> None:

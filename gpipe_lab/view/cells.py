@@ -83,7 +83,14 @@ def busy_shares(trace: Trace) -> list[float]:
     return [time / makespan if makespan else 0.0 for time in busy]
 
 
-def draw_cells(axes: Axes, trace: Trace, rows: Rows = ONE_ROW_A_RANK, *, points_per_ms: float) -> None:
+def draw_cells(
+    axes: Axes,
+    trace: Trace,
+    rows: Rows = ONE_ROW_A_RANK,
+    *,
+    points_per_ms: float,
+    numbers: bool = True,
+) -> None:
     """Computations as filled cells and waits as hatched ones; the axes' limits are set before."""
     waits = [e for e in trace.events if e.lane == WAIT_LANE and e.duration_ms > 0]
     _fill(axes, waits, rows, WAITING, linewidth=0.3, zorder=1)
@@ -93,7 +100,8 @@ def draw_cells(axes: Axes, trace: Trace, rows: Rows = ONE_ROW_A_RANK, *, points_
     typical = np.median([e.duration_ms for e in trace.computations] or [1.0]) * points_per_ms
     for kind, events in by_kind.items():
         _fill(axes, events, rows, KINDS[kind], linewidth=min(0.8, typical / 8), zorder=2)
-    draw_numbers(axes, trace, rows, points_per_ms=points_per_ms)
+    if numbers:
+        draw_numbers(axes, trace, rows, points_per_ms=points_per_ms)
 
 
 def _fill(

@@ -3,43 +3,43 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..plan.errors import require
-from ..plan.trace import Trace
-from .background import Attempt, LatestWins, Stopped, from_the_browser, running_loop
-from .panel import Panel, image
-from .picture import show
-from .runner import LabRunner, Measured, Runner
-from .settings import (
-    LAUNDRY,
-    ROWS_HEIGHT,
-    Settings,
-    Wording,
-    axis_end,
-    draw,
-    draw_measured,
-    problem,
-    simulated,
-    summary,
-)
-from .tables import explain_error, summary_table
+from ..plan.schedules import SCHEDULES
+from . import twin
+from .background import Attempt, from_the_browser, running_loop
+from .downloads import links
+from .lanes import Lanes, measured_lanes
+from .panel import SECTIONS, Panel
+from .runner import MEASURING, LabRunner, Measured, Runner
+from .runs import Phase, Runs, Tell, was_stopped
+from .scene import LAUNDRY, Wording, summary
+from .screen import Screen, Shown
+from .settings import Own, Settings, own_schedules, problem, simulated
+from .tables import explain_error
 
 if TYPE_CHECKING:
     import pandas
 
 SETTLE_S = 0.015  # events that arrive within this time lead to one redraw
+REST_S = 0.25  # after so long without another, what takes longer is drawn too
+START_SHARE = 0.1  # of a run's progress: its workers
+RACE = ("gpipe", "one_f_one_b", "zero_bubble_h1")
 
 
 class Explorer:
     """A panel with sliders for P and M: simulated while you drag, measured when you press Run.
 
-    `schedules` are the names offered; with one only, the choices of schedule, checkpoint and ratio are
-    left out. `forward_ms` is the time of one forward, simulated and as the pace of a real run. `wording`
-    names things. `runner` runs settings for real; by default in the one `Lab` that all panels of a
-    notebook share, started at the first Run and closed by `close()`.
+    `schedules` are the names offered; with one only, there is no choice of schedule and no race.
+    `own`: schedules of yours, a `Schedule`, a function of (num_stages, num_microbatches), or several by
+    name. `forward_ms` is the time of one forward, simulated and as the pace of a real run; `options` are
+    further settings (`send_ms`, `layers`, `heaviest`, `cut`, `memory_limit` in bytes). `sections` can be
+    unfolded, those in `opened` are from the start; `race` are the lanes. `wording` names things. `runner`
+    runs settings for real; by default in the one `Lab` that all panels of a notebook share, started at the
+    first Run and closed by `close()`.
     """
 
     def __init__(
@@ -48,25 +48,24 @@ class Explorer:
         num_microbatches: int = 8,
         *,
         schedule: str = "gpipe",
-        checkpoint: str = "never",
-        ratio: float = 2.0,
-        forward_ms: float = 10.0,
         schedules: Sequence[str] = ("naive", "gpipe", "one_f_one_b"),
+        own: Own | Mapping[str, Own] | Sequence[Own] | None = None,
         max_stages: int = 8,
         max_microbatches: int = 32,
+        sections: Sequence[str] = SECTIONS,
+        opened: Collection[str] = (),
+        race: Sequence[str] = (),
         wording: Wording = Wording(),  # noqa: B008 (a frozen value)
         runner: Runner | None = None,
+        **options: Any,
     ) -> None:
+        mine = own_schedules(own)
         start = Settings(
-            num_stages=num_stages,
-            num_microbatches=num_microbatches,
-            schedule=schedule,
-            checkpoint=checkpoint,
-            ratio=ratio,
-            forward_ms=forward_ms,
+            num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule, own=mine, **options
         )
+        offered = [*schedules, *mine]
         require(
-            schedule in schedules,
+            schedule in offered,
             "the schedule is one of those offered",
             got=f"schedule={schedule!r}",
             where="Explorer",
@@ -77,28 +76,34 @@ class Explorer:
         self.wording = wording
         self.error: BaseException | None = None
         self.result: Measured | None = None
-        self._measured: Settings | None = None  # those of the measured picture
         self._runner: Runner = LabRunner() if runner is None else runner
-        self._background = LatestWins(interrupt=self._runner.stop, finished=self._finished)
-        self._attempt: Attempt | None = None
+        self._runs = Runs(self._runner.stop, show_phase=self._show_phase, show_end=self._show_end)
         self._running = start  # the settings of the attempt
-        self._phase = ""
-        self._applied: Attempt | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._redraw_pending = False
+        self._rest: asyncio.TimerHandle | None = None
         self._quiet = False
         self._seen = False
-        self._until = 0.0
+        racers = [name for name in (*race, *mine, *RACE) if name in offered]
         self.panel = Panel(
             start,
             wording,
-            schedules=schedules,
+            schedules=offered,
             max_stages=max_stages,
             max_microbatches=max_microbatches,
+            sections=sections if len(offered) > 1 else (),
+            opened=opened,
+            race=list(dict.fromkeys(racers))[:4],
         )
+        self._screen = Screen(self.panel, wording)
         self.panel.on_change(self._changed)
-        self.panel.run.on_click(lambda _: self._run_clicked())
+        self.panel.time.slider.observe(lambda _: self._screen.show_moment(), names="value")
+        for button, action in (
+            (self.panel.run, self.run),
+            (self.panel.run_race, self.run_race),
+        ):
+            button.on_click(lambda _, action=action: self._clicked(action))
         self.panel.stop.on_click(lambda _: self.stop())
+        self.panel.save.on_click(lambda _: self._guarded(self._save))
         self.redraw()
 
     @classmethod
@@ -115,33 +120,35 @@ class Explorer:
 
     def set(self, **changes: Any) -> None:
         """Move controls from code (`num_stages=6`, `checkpoint="always"`, ...) and redraw once."""
-        controls = self.panel.controls()
-        unknown = sorted(changes.keys() - controls.keys())
-        require(
-            not unknown, "settings are " + ", ".join(controls), got=", ".join(unknown), where="Explorer.set"
-        )
+        names = self.panel.setting_names
+        unknown = sorted(changes.keys() - set(names))
+        require(not unknown, "settings are " + ", ".join(names), got=", ".join(unknown), where="Explorer.set")
         self._quiet = True
         try:
             for name, value in changes.items():
-                controls[name].value = value
+                self.panel.write(name, value)
         finally:
             self._quiet = False
         self.redraw()
 
     def redraw(self) -> None:
         """Simulate the present settings and draw them; if they cannot run, say why and disable Run."""
+        self._redraw()
+        self._screen.show_rest()
+
+    def _redraw(self) -> None:
+        """What follows a drag at once."""
         settings = self.settings
+        self.panel.switch(settings)
         reason = problem(settings)
         self.panel.run.disabled = reason is not None
-        stale = self._note_what_changed()
+        stale = self._screen.note_what_changed(settings)
         if reason is not None:
             self.panel.say(f"Run is off: {reason}.", alarm=True)
             return
-        trace = simulated(settings)
-        self._until = axis_end(self._until, trace.makespan_ms)
-        self._show_simulated(settings, trace)
-        if self._attempt is not None and not self._attempt.done.is_set():
-            self._say_phase()
+        trace = self._screen.show_simulated(settings)
+        if self._runs.in_progress:
+            self._runs.say_phase()
         else:
             self.panel.say(f"{summary(trace, self.wording.unit)}. Press Run to measure it.{stale}")
 
@@ -154,42 +161,50 @@ class Explorer:
         settings = self.settings
         reason = problem(settings)
         require(reason is None, reason or "", got=repr(settings), where="Explorer.run")
-        self._loop = running_loop()
+        seconds = simulated(settings).makespan_ms / 1000
+
+        def job(tell: Tell) -> Shown:
+            def progress(text: str) -> None:
+                measuring = text == MEASURING
+                done, until = (START_SHARE, 1.0) if measuring else (0.0, START_SHARE)
+                tell(Phase(text=text, done=done, until=until, seconds=seconds if measuring else 0.5))
+
+            run = self._runner.run(settings, progress)
+            return Shown(settings, run)
+
+        return self._start(job, settings, wait=wait)
+
+    def run_race(self, *, wait: bool = False) -> Lanes | None:
+        """Measure every lane of the race, one after another; as `run` otherwise."""
+        settings, names = self.settings, self.panel.racers
+        require(bool(names), "a race has at least one lane", got="none", where="Explorer.run_race")
+        return self._start(
+            lambda tell: measured_lanes(settings, names, self._runner, tell), settings, wait=wait
+        )
+
+    def _start(self, job: Any, settings: Settings, *, wait: bool) -> Any:
         self._running = settings
-        self._attempt = Attempt(lambda attempt: self._measure(attempt, settings))
-        self._working(True)
-        self._report(self._attempt, "starting", 1)
-        self._background.submit(self._attempt)
+        self.panel.working(True)
+        self._runs.start(job, Phase(text="starting", done=0.0, until=START_SHARE, seconds=0.5))
         return self.wait() if wait else None
 
-    def wait(self, timeout_s: float | None = None) -> Measured | None:
+    def wait(self, timeout_s: float | None = None) -> Any:
         """Wait for the latest run in this cell, show it, and raise its error if it has one."""
-        attempt = self._attempt
-        if attempt is None:
-            return None
         try:
-            if not attempt.done.wait(timeout_s):
-                raise TimeoutError(f"the run was not done after {timeout_s} s")
-        except KeyboardInterrupt:
-            self.stop()
-            attempt.done.wait(2)
+            result = self._runs.wait(timeout_s)
+        except Exception as error:
+            if self.error is error:
+                self.error = None  # it is raised here, so `close` need not
             raise
-        self._apply(attempt)
-        if attempt.error is not None:
-            self.error = None
-            raise attempt.error
-        return self.result
+        return result.run if isinstance(result, Shown) else result
 
     def stop(self) -> None:
         """End the run in progress; the panel says so within two seconds."""
-        self._background.stop()
+        self._runs.stop()
 
     def close(self) -> None:
         """Stop what runs and close the lab. Raises the error of a run from code that no one waited for."""
-        self.stop()
-        if self._attempt is not None:
-            self._attempt.done.wait(5)
-            self._apply(self._attempt)
+        self._runs.close()
         self._runner.close()
         self.panel.box.close()
         error, self.error = self.error, None
@@ -213,34 +228,33 @@ class Explorer:
         own. With `measure` each is run for real as well; a panel on which nobody pressed Run leaves no
         workers behind.
         """
+        chosen = [c if isinstance(c, Settings) else replace(self.settings, **c) for c in choices or ({},)]
         try:
-            return self._static(choices, measure=measure, display=display)
+            return twin.static(
+                chosen, self.wording, runner=self._runner if measure else None, display=display
+            )
         finally:
-            if measure and self._attempt is None:
-                self._runner.close()
+            self._leave_none(measure)
 
-    def _static(
-        self, choices: Sequence[Settings | Mapping[str, Any]], *, measure: bool, display: bool
+    def static_race(
+        self, *names: str, measure: bool = False, display: bool = True, **changes: Any
     ) -> pandas.DataFrame:
-        import pandas
+        """The race without widgets: a plain figure, and a table with one row a schedule.
 
-        tables = {}
-        for choice in choices or ({},):
-            settings = choice if isinstance(choice, Settings) else replace(self.settings, **choice)
-            reason = problem(settings)
-            require(reason is None, reason or "", got=repr(settings), where="Explorer.static")
-            trace = simulated(settings)
-            result = self._runner.run(settings, lambda _: None) if measure else None
-            until = None if result is None else max(trace.makespan_ms, result.trace.makespan_ms)
-            if display:
-                show(draw(settings, trace, self.wording, until=until))
-                if result is not None:
-                    show(draw_measured(settings, result.trace, result.memory, self.wording, until=until))
-            key = f"{settings.schedule}, P = {settings.num_stages}, M = {settings.num_microbatches}"
-            key += "" if settings.checkpoint == "never" else f", checkpoint {settings.checkpoint}"
-            key += "" if settings.ratio == self.settings.ratio else f", ratio {settings.ratio:g}"
-            tables[key] = summary_table(trace, result.trace if result is not None else None)
-        return pandas.concat(tables, names=["settings", "quantity"])
+        `names` are the lanes, the panel's own unless given; `changes` differ from the panel's settings.
+        """
+        settings, lanes = replace(self.settings, **changes), names or self.panel.racers
+        try:
+            return twin.static_race(
+                settings, lanes, runner=self._runner if measure else None, display=display
+            )
+        finally:
+            self._leave_none(measure)
+
+    def _leave_none(self, measured: bool) -> None:
+        """A panel on which nobody pressed Run leaves no workers behind."""
+        if measured and self._runs.latest is None:
+            self._runner.close()
 
     def _changed(self, _: Any) -> None:
         if self._quiet or self._redraw_pending:
@@ -254,104 +268,77 @@ class Explorer:
 
     def _redraw_pending_change(self) -> None:
         self._redraw_pending = False
+        self._guarded(self._redraw)
+        if self._rest is not None:
+            self._rest.cancel()
+        loop = running_loop()
+        assert loop is not None, "called by the loop"
+        self._rest = loop.call_later(REST_S, self._guarded, self._screen.show_rest)
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        """Nobody waits for what the event loop calls, so its error is shown."""
         try:
-            self.redraw()
+            action()
         except Exception as error:
             self._show_error(error)
 
-    def _run_clicked(self) -> None:
+    def _clicked(self, action: Any) -> None:
         """A click by a person runs in the background; a click from code must fail in its cell."""
         try:
-            self.run(wait=not from_the_browser())
+            action(wait=not from_the_browser())
         except Exception as error:
             self._show_error(error)
 
-    def _measure(self, attempt: Attempt, settings: Settings) -> tuple[Settings, Measured]:
-        """In the thread."""
+    def _save(self) -> None:
+        self.panel.files.value = links(self._screen.files())
 
-        def progress(phase: str) -> None:
-            attempt.check()
-            self._post(lambda: self._report(attempt, phase, 3 if phase == "measuring" else 2))
+    def _show_phase(self, phase: Phase, share: float) -> None:
+        """What the run in progress does, and for which settings where the controls have left them."""
+        self.panel.progress.value = share
+        changed = self._running != self.settings
+        of = f" for {self._running.words}; the settings have changed since" if changed else ""
+        self.panel.say(f"{phase.text[:1].upper()}{phase.text[1:]}{of} …")
 
-        result = self._runner.run(settings, progress)
-        attempt.check()
-        return settings, result
-
-    def _finished(self, attempt: Attempt) -> None:
-        """In the thread."""
-        self._post(lambda: self._apply(attempt))
-
-    def _post(self, action: Callable[[], None]) -> None:
-        """Widgets change in the event loop; without one nobody looks, and `wait` does what is left."""
-        if self._loop is not None and self._loop.is_running():
-            self._loop.call_soon_threadsafe(action)
-
-    def _apply(self, attempt: Attempt) -> None:
-        """Show how an attempt ended, once; only the latest one's end counts."""
-        if attempt is not self._attempt or attempt is self._applied:
-            return
-        self._applied = attempt
-        self._working(False)
-        if attempt.was_stopped or isinstance(attempt.error, Stopped):
+    def _show_end(self, attempt: Attempt) -> None:
+        self.panel.working(False)
+        if was_stopped(attempt):
             self.panel.say("Stopped. Nothing was measured.")
         elif attempt.error is not None:
             self._show_error(attempt.error)
         else:
             try:
-                self._show_result(*attempt.result)
+                self._show_result(attempt.result)
             except Exception as error:
                 attempt.error = error
                 self._show_error(error)
 
-    def _show_result(self, settings: Settings, result: Measured) -> None:
-        self.result, self.error, self._measured = result, None, settings
-        predicted = simulated(settings)
-        self._until = axis_end(self._until, max(predicted.makespan_ms, result.trace.makespan_ms))
-        self.panel.measured.value = image(
-            draw_measured(settings, result.trace, result.memory, self.wording, until=self._until)
-        )
-        if settings == self.settings:
-            self._show_simulated(settings, predicted)
-        stale = self._note_what_changed()
-        self.panel.say(
-            f"{summary(predicted, self.wording.unit)}; {summary(result.trace, self.wording.run_unit)}.\n"
-            f"{explain_error(result.trace, predicted)}{stale}"
-        )
-
-    def _note_what_changed(self) -> str:
-        """Say above the measured picture if the controls have left its settings; the line for the status."""
-        shown = self._measured
-        stale = shown is not None and shown != self.settings
-        note = f"Measured with {shown.words}; the settings have changed since." if stale and shown else ""
-        self.panel.note(note)
-        return f"\n{note}" if note else ""
-
-    def _show_simulated(self, settings: Settings, trace: Trace) -> None:
-        picture = draw(settings, trace, self.wording, until=self._until, rows_height=ROWS_HEIGHT)
-        self.panel.simulated.value = image(picture, quick=True)
+    def _show_result(self, result: Shown | Lanes) -> None:
+        self.error = None
+        if isinstance(result, Lanes):
+            self._screen.show_measured_race(result)
+            self.panel.say("The race is run.")
+            return
+        self.result = result.run
+        predicted = self._screen.show_measured(result, self.settings)
+        stale = self._screen.note_what_changed(self.settings)
+        told = f"{summary(predicted, self.wording.unit)}; {summary(result.run.trace, self.wording.run_unit)}"
+        self.panel.say(f"{told}.\n{explain_error(result.run.trace, predicted)}{stale}")
 
     def _show_error(self, error: BaseException) -> None:
         self.error = error
         self._seen = from_the_browser()
         self.panel.say(f"{type(error).__name__}: {error}", alarm=True)
 
-    def _working(self, working: bool) -> None:
-        self.panel.stop.disabled = not working
-        self.panel.progress.layout.visibility = "visible" if working else "hidden"
-
-    def _report(self, attempt: Attempt, phase: str, step: int) -> None:
-        if attempt is self._attempt and not attempt.done.is_set():
-            self.panel.progress.value = step
-            self._phase = phase
-            self._say_phase()
-
-    def _say_phase(self) -> None:
-        """What the run in progress does, and for which settings where the controls have left them."""
-        changed = self._running != self.settings
-        of = f" for {self._running.words}; the settings have changed since" if changed else ""
-        self.panel.say(f"{self._phase[:1].upper()}{self._phase[1:]}{of} …")
-
     def _repr_mimebundle_(self, **options: Any) -> Any:
         data = self.panel.box._repr_mimebundle_(**options)
         shown = summary(simulated(self.settings), self.wording.unit)
         return {**data, "text/plain": f"A live panel: {shown}"}
+
+
+def explore(num_stages: int = 4, num_microbatches: int = 8, **options: Any) -> Explorer:
+    """The explorer with every schedule that trains, and yours: `gl.explore(own=my_schedule)`.
+
+    `options` are those of `Explorer`.
+    """
+    names = tuple(name for name in SCHEDULES if name != "forward_only")
+    return Explorer(num_stages, num_microbatches, **({"schedules": names} | options))

@@ -8,6 +8,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
+from ..plan.critical_path import CriticalPath
 from ..plan.errors import require
 from ..plan.memory import MemoryReport, Moment
 from ..plan.ops import Kind
@@ -25,6 +26,7 @@ from .cells import (
     looks_in,
     wants_arrows,
 )
+from .marks import PATH, draw_moment, draw_path, path_in_words
 from .memory import categories_in, chosen_ranks, draw_memory, memory_legend, peaks_text
 from .picture import Picture, Sheet
 from .style import CURVES, INK, SOFT, Line, join, look, number, percent
@@ -43,6 +45,8 @@ def plot_trace(
     unit: str = "ms",
     until_ms: float | None = None,
     rows_height: float | None = None,
+    path: CriticalPath | None = None,
+    at_ms: float | None = None,
 ) -> Picture:
     """What every rank did when: a Gantt chart, with the memory on the same time axis where given.
 
@@ -51,6 +55,8 @@ def plot_trace(
     ranks, else the first, the last and the one that peaks highest. `row_names` and `notes` stand left
     and right of the rows, `kind_names` in the legend. `until_ms` fixes the end of the time axis and
     `rows_height` (inches) the height of the chart, so that pictures compare. `unit` names the time axis.
+    `path` (`critical_path(trace)`) is boxed from rank to rank; `at_ms` is a moment, marked by a line through
+    the chart and the memory.
     """
     shown = chosen_ranks(memory, memory_ranks) if memory is not None else ()
     categories = categories_in(memory, shown) if memory is not None else ()
@@ -69,7 +75,7 @@ def plot_trace(
             headline=headline,
             subtitle=join(["" if what(trace) in headline else what(trace), facts]),
             legends=[
-                looks_in([trace], kind_names),
+                [*looks_in([trace], kind_names), *([PATH] if path is not None else [])],
                 *([memory_legend(categories, memory)] if memory is not None else []),
             ],
             legend_above=[0, 1] if memory is not None else [0],
@@ -100,9 +106,17 @@ def plot_trace(
             draw_memory(panels, memory, shown, categories, until=until, unit=unit, names=names)
             for rank in shown:
                 _outline(gantt, cause(trace, rank, memory.peak(rank)), ONE_ROW_A_RANK)
-    sheet.picture.alt = _describe(trace, names, headline, facts) + (
-        peaks_text(memory, shown) if memory else ""
-    )
+        if path is not None:
+            draw_path(gantt, path)
+        if at_ms is not None:
+            draw_moment(sheet.axes, at_ms, f"{number(at_ms)} {unit}")
+    sheet.picture.alt = " ".join(
+        [
+            _describe(trace, names, headline, facts) + (peaks_text(memory, shown) if memory else ""),
+            *([f"Critical path: {path_in_words(path)}."] if path is not None else []),
+            *([f"Marked moment: {number(at_ms)} {unit}."] if at_ms is not None else []),
+        ]
+    ).strip()
     return sheet.picture
 
 

@@ -1,22 +1,27 @@
-"""The widgets of the explorer: sliders with number boxes, choices, buttons, status. No behaviour."""
+"""The widgets of the explorer: controls, buttons, status, places for pictures. No behaviour."""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import ipywidgets as widgets
 
+from .controls import ROW, Number, Section, choice
 from .picture import Picture, img
-from .settings import CHECKPOINTS, Settings, Wording
+from .race import MOST
+from .scene import Marks, Wording
+from .settings import CHECKPOINTS, CUTS, LAYERS, Settings, switched_off
 
-_STYLE = {"description_width": "10.5em"}
-_ROW = widgets.Layout(align_items="center", flex_flow="row wrap")
+COSTS, MEMORY, CLOSER, RACE, SAVE = "Costs", "Memory", "Look closer", "Race", "Save"
+SECTIONS = (COSTS, MEMORY, CLOSER, RACE, SAVE)
+NOBODY = "—"
+KIB = 1024
 
 
 class Panel:
-    """Controls and places for the pictures; `settings` reads them, `write` sets them."""
+    """Controls and places for the pictures; `settings` reads the controls."""
 
     def __init__(
         self,
@@ -26,94 +31,241 @@ class Panel:
         schedules: Sequence[str],
         max_stages: int,
         max_microbatches: int,
-        ratios: tuple[float, float] = (0.5, 4.0),
+        sections: Sequence[str] = SECTIONS,
+        opened: Collection[str] = (),
+        race: Sequence[str] = (),
     ) -> None:
-        self.stages, stages = _slider(wording.stages, wording.help_stages, start.num_stages, max_stages)
-        self.microbatches, microbatches = _slider(
-            wording.microbatches, wording.help_microbatches, start.num_microbatches, max_microbatches
+        self._start = start
+        self._make_controls(start, wording, schedules, max_stages, max_microbatches)
+        self._make_buttons()
+        self._make_closer()
+        self._make_race(schedules, race)
+        self.save = _button(
+            "Prepare files", "download", "make the pictures, tables and traces shown ready to save"
         )
-        self.schedule = widgets.Dropdown(
-            options=list(schedules),
-            value=start.schedule,
-            description="schedule",
-            tooltip="in which order each rank runs its forwards and backwards",
-            style=_STYLE,
-        )
-        self.checkpoint = widgets.Dropdown(
-            options=list(dict.fromkeys([*CHECKPOINTS, start.checkpoint])),
-            value=start.checkpoint,
-            description="checkpoint",
-            tooltip="which activations are dropped after the forward and recomputed before the backward",
-            style=_STYLE,
-        )
-        self.ratio = widgets.FloatSlider(
-            value=start.ratio,
-            min=min(ratios[0], start.ratio),
-            max=max(ratios[1], start.ratio),
-            step=0.5,
-            readout=False,
-            description="backward ÷ forward",
-            tooltip="how many times as long a backward takes as a forward",
-            style=_STYLE,
-            layout=widgets.Layout(width="24em"),
-        )
-        ratio_box = widgets.BoundedFloatText(
-            value=start.ratio,
-            min=self.ratio.min,
-            max=self.ratio.max,
-            step=0.5,
-            tooltip="backward ÷ forward, as a number",
-            layout=widgets.Layout(width="5em"),
-        )
-        widgets.link((self.ratio, "value"), (ratio_box, "value"))
-        self.run = widgets.Button(
-            description="Run", icon="play", button_style="primary", tooltip="measure with real workers"
-        )
-        self.stop = widgets.Button(
-            description="Stop", icon="stop", disabled=True, tooltip="end the run within two seconds"
-        )
-        self.progress = widgets.IntProgress(
-            value=0, min=0, max=3, layout=widgets.Layout(width="9em", visibility="hidden")
-        )
+        self.files = widgets.HTML()
         self.status = widgets.HTML()
         self.simulated = widgets.HTML()
         self.measured_note = widgets.HTML()
         self.measured = widgets.HTML()
-        self._start = start
+        opened = {*opened, *_sections_of(start)}
+        self.sections = {
+            name: Section(name, tip, rows, opened=name in opened)
+            for name, (tip, rows) in self._folded().items()
+            if name in sections
+        }
+        first = [self.schedule] if len(schedules) > 1 else []
         rows: list[Any] = [
-            widgets.HBox([*stages, *microbatches], layout=_ROW),
-            widgets.HBox([self.run, self.stop, self.progress], layout=_ROW),
+            widgets.HBox([*self.stages.parts, *self.microbatches.parts], layout=ROW),
+            widgets.HBox([*first, self.run, self.stop, self.progress], layout=ROW),
         ]
-        if len(schedules) > 1:
-            choices = [self.schedule, self.checkpoint, self.ratio, ratio_box]
-            rows.insert(1, widgets.HBox(choices, layout=_ROW))
-        pictures = [self.simulated, self.measured_note, self.measured]
-        self.box = widgets.VBox([*rows, self.status, *pictures])
+        if self.sections:
+            rows.append(widgets.HBox([s.button for s in self.sections.values()], layout=ROW))
+        rows += [section.body for section in self.sections.values()]
+        self.box = widgets.VBox([*rows, self.status, self.simulated, self.measured_note, self.measured])
+
+    def _make_controls(
+        self,
+        start: Settings,
+        wording: Wording,
+        schedules: Sequence[str],
+        max_stages: int,
+        max_microbatches: int,
+    ) -> None:
+        self.stages = Number(wording.stages, wording.help_stages, start.num_stages, 1, max_stages)
+        self.microbatches = Number(
+            wording.microbatches, wording.help_microbatches, start.num_microbatches, 1, max_microbatches
+        )
+        self.schedule = choice(
+            "schedule", "in which order each rank runs its forwards and backwards", schedules, start.schedule
+        )
+        self.checkpoint = choice(
+            "checkpoint",
+            "which activations are dropped after the forward and recomputed before the backward",
+            CHECKPOINTS,
+            start.checkpoint,
+        )
+        self.ratio = Number(
+            "backward ÷ forward",
+            "how many times as long a backward takes as a forward",
+            start.ratio,
+            0.5,
+            4.0,
+            step=0.5,
+        )
+        self.send = Number(
+            "message (ms)", "how long a message between two ranks travels", start.send_ms, 0.0, 20.0, step=0.5
+        )
+        self.layers = choice(
+            "layers", "how the costs of the model's 16 layers differ", list(LAYERS), start.layers
+        )
+        self.heaviest = Number(
+            "heaviest ÷ lightest",
+            "how much longer the heaviest layer takes",
+            start.heaviest,
+            1.0,
+            6.0,
+            step=0.5,
+        )
+        self.cut = choice(
+            "cut",
+            "how layers go to stages: as many each, or so that the costliest stage costs least",
+            CUTS,
+            start.cut,
+        )
+        self.limited = widgets.Checkbox(
+            value=start.memory_limit is not None,
+            description="memory limit on every rank",
+            tooltip="draw the limit, and on Run end a rank that passes it",
+            indent=False,
+        )
+        limit = 512 if start.memory_limit is None else round(start.memory_limit / KIB)
+        self.limit = Number("limit (KiB)", "bytes that each rank may hold, in KiB", limit, 64, 4096, step=16)
+        self.numbers = {
+            "num_stages": self.stages,
+            "num_microbatches": self.microbatches,
+            "ratio": self.ratio,
+            "send_ms": self.send,
+            "heaviest": self.heaviest,
+        }
+        self.choices = {
+            "schedule": self.schedule,
+            "checkpoint": self.checkpoint,
+            "layers": self.layers,
+            "cut": self.cut,
+        }
+        self.reasons = widgets.HTML()
+
+    def _make_buttons(self) -> None:
+        self.run = _button("Run", "play", "measure with real workers", style="primary")
+        self.stop = _button("Stop", "stop", "end the run within two seconds")
+        self.stop.disabled = True
+        self.progress = widgets.FloatProgress(
+            value=0, min=0, max=1, layout=widgets.Layout(width="9em", visibility="hidden")
+        )
+
+    def _make_closer(self) -> None:
+        self.path = widgets.Checkbox(
+            value=True,
+            description="critical path",
+            tooltip="box the chain of operations and messages that makes the step as long as it is",
+            indent=False,
+        )
+        self.time = Number(
+            "time (ms)", "the moment that is marked and told in words", 0.0, 0.0, 1.0, step=0.5
+        )
+        self.words = widgets.HTML()
+        self.apart = widgets.HTML()
+
+    def _make_race(self, schedules: Sequence[str], race: Sequence[str]) -> None:
+        lanes = [*race, *[NOBODY] * MOST][:MOST]
+        self.lanes = [
+            choice(f"lane {number}", "a schedule that takes part", [NOBODY, *schedules], name)
+            for number, name in enumerate(lanes, 1)
+        ]
+        self.run_race = _button("Run the race", "flag-checkered", "measure every lane with real workers")
+        self.race = widgets.HTML()
+        self.measured_race = widgets.HTML()
+
+    def _folded(self) -> dict[str, tuple[str, list[Any]]]:
+        """What each section explains and holds."""
+        return {
+            COSTS: (
+                "What operations and messages cost. On Run, every operation is held as long as it says here.",
+                [
+                    widgets.HBox([*self.ratio.parts, *self.send.parts], layout=ROW),
+                    widgets.HBox([self.layers, *self.heaviest.parts], layout=ROW),
+                    widgets.HBox([self.cut, self.reasons], layout=ROW),
+                ],
+            ),
+            MEMORY: (
+                "What the ranks hold, beneath the chart on the same time axis. The simulated bytes "
+                "leave room for the messages under way.",
+                [self.checkpoint, widgets.HBox([self.limited, *self.limit.parts], layout=ROW)],
+            ),
+            CLOSER: (
+                "Move the time to mark a moment in every chart and read it below. The bubble is taken apart "
+                "by laying the schedule out again without one cause after another.",
+                [widgets.HBox([*self.time.parts, self.path], layout=ROW), self.words, self.apart],
+            ),
+            RACE: (
+                "Up to four schedules of the same model on one time axis, under the limit set in Memory.",
+                [
+                    widgets.HBox(self.lanes[:2], layout=ROW),
+                    widgets.HBox(self.lanes[2:], layout=ROW),
+                    self.run_race,
+                    self.race,
+                    self.measured_race,
+                ],
+            ),
+            SAVE: (
+                "Pictures as PNG and SVG, the numbers as CSV, and traces for ui.perfetto.dev.",
+                [self.save, self.files],
+            ),
+        }
 
     @property
     def settings(self) -> Settings:
         return Settings(
-            num_stages=self.stages.value,
-            num_microbatches=self.microbatches.value,
-            schedule=self.schedule.value,
-            checkpoint=self.checkpoint.value,
-            ratio=self.ratio.value,
             forward_ms=self._start.forward_ms,
+            own=self._start.own,
+            memory_limit=self.limit.slider.value * KIB if self.limited.value else None,
+            **{name: number.slider.value for name, number in self.numbers.items()},
+            **{name: dropdown.value for name, dropdown in self.choices.items()},
         )
 
-    def controls(self) -> dict[str, Any]:
-        """The widget of every setting, by the setting's name."""
-        return {
-            "num_stages": self.stages,
-            "num_microbatches": self.microbatches,
-            "schedule": self.schedule,
-            "checkpoint": self.checkpoint,
-            "ratio": self.ratio,
-        }
+    def is_open(self, name: str) -> bool:
+        return name in self.sections and self.sections[name].is_open
+
+    @property
+    def marks(self) -> Marks:
+        """What is drawn into the charts: nothing unless somebody looks closer."""
+        return Marks(path=self.is_open(CLOSER) and self.path.value)
+
+    @property
+    def moment(self) -> float | None:
+        """The moment that is marked, in ms."""
+        return self.time.slider.value if self.is_open(CLOSER) else None
+
+    @property
+    def racers(self) -> list[str]:
+        return list(dict.fromkeys(lane.value for lane in self.lanes if lane.value != NOBODY))
+
+    def write(self, name: str, value: Any) -> None:
+        """Set the control of one setting."""
+        if name == "memory_limit":
+            self.limited.value = value is not None
+            if value is not None:
+                self.limit.slider.value = round(value / KIB)
+        elif name in self.numbers:
+            self.numbers[name].slider.value = value
+        else:
+            self.choices[name].value = value
+
+    @property
+    def setting_names(self) -> list[str]:
+        return [*self.numbers, *self.choices, "memory_limit"]
 
     def on_change(self, changed: Callable[[Any], None]) -> None:
-        for control in self.controls().values():
+        """Call when anything moves that changes a picture."""
+        numbers = [*self.numbers.values(), self.limit]
+        singles = [*self.choices.values(), *self.lanes, self.limited, self.path]
+        for control in [*(number.slider for number in numbers), *singles]:
             control.observe(changed, names="value")
+        for section in self.sections.values():
+            section.on_toggle(changed)
+
+    def switch(self, settings: Settings) -> None:
+        """Disable the controls that mean nothing beside the others, and say why."""
+        off = switched_off(settings)
+        for name, number in self.numbers.items():
+            number.slider.disabled = number.box.disabled = name in off
+        for name, dropdown in self.choices.items():
+            dropdown.disabled = name in off
+        self.limit.slider.disabled = self.limit.box.disabled = not self.limited.value
+        names = {"ratio": self.ratio.name, "heaviest": self.heaviest.name}
+        told = [f"{names.get(name, name)} is off: {reason}." for name, reason in off.items()]
+        self.reasons.value = f"<small>{html.escape(' '.join(told))}</small>"
 
     def say(self, text: str, *, alarm: bool = False) -> None:
         """Show one message where a screen reader announces it; an alarm stands out."""
@@ -123,6 +275,29 @@ class Panel:
     def note(self, text: str) -> None:
         """What stands above the measured picture, as conspicuous as an alarm; "" takes it away."""
         self.measured_note.value = f'<div style="{_look(True)}">{_body(text)}</div>' if text else ""
+
+    def working(self, working: bool) -> None:
+        """Whether a run is in progress."""
+        self.stop.disabled = not working
+        self.progress.layout.visibility = "visible" if working else "hidden"
+
+
+def _sections_of(start: Settings) -> set[str]:
+    """The sections that hold a setting which is out of the ordinary from the start."""
+    plain = Settings()
+    costs = ("send_ms", "layers", "heaviest", "cut")
+    memory = ("checkpoint", "memory_limit")
+    return {
+        name
+        for name, fields in ((COSTS, costs), (MEMORY, memory))
+        if any(getattr(start, field) != getattr(plain, field) for field in fields)
+    }
+
+
+def _button(name: str, icon: str, tip: str, *, style: str = "") -> Any:
+    return widgets.Button(
+        description=name, icon=icon, tooltip=tip, button_style=style, layout=widgets.Layout(width="auto")
+    )
 
 
 def _look(alarm: bool) -> str:
@@ -137,21 +312,3 @@ def _body(text: str) -> str:
 def image(picture: Picture, *, quick: bool = False) -> str:
     """The picture as HTML with its alt text. `quick` trades a larger file for time."""
     return img(picture, picture.png(quick=quick))
-
-
-def _slider(name: str, tip: str, value: int, most: int) -> tuple[Any, list[Any]]:
-    slider = widgets.IntSlider(
-        value=value,
-        min=1,
-        max=max(most, value),
-        readout=False,
-        description=name,
-        tooltip=tip,
-        style=_STYLE,
-        layout=widgets.Layout(width="24em"),
-    )
-    box = widgets.BoundedIntText(
-        value=value, min=1, max=slider.max, tooltip=f"{tip}, as a number", layout=widgets.Layout(width="5em")
-    )
-    widgets.link((slider, "value"), (box, "value"))
-    return slider, [slider, box]

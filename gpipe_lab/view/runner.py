@@ -9,10 +9,22 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ..plan.memory import MemoryReport
 from ..plan.trace import Trace
-from .settings import NUM_LAYERS, Settings, authored
+from .settings import (
+    NUM_LAYERS,
+    ROWS,
+    WIDTH,
+    Settings,
+    authored,
+    backward_ms,
+    forward_ms,
+    layers_of,
+)
 
 if TYPE_CHECKING:
     from ..lab.lab import Lab
+
+
+MEASURING = "measuring"  # the phase that takes as long as the simulation says
 
 
 class Measured(Protocol):
@@ -50,7 +62,7 @@ class SharedLab:
         holder: object,
         num_ranks: int,
         device: str,
-        memory_limit: str | int | None,
+        memory_limit: int | None,
         progress: Callable[[str], None],
     ) -> Iterator[Lab]:
         """Wait until it is free and lend it, with `num_ranks` workers. `progress` may raise to give up."""
@@ -60,15 +72,16 @@ class SharedLab:
             progress("waiting for another panel's run")
         try:
             self._holder = holder
-            if self._made_for != (device, memory_limit):
+            if self._made_for != device:
                 self._end()
             if self.lab is None:
                 progress(f"starting {num_ranks} workers")
-                self.lab = gl.Lab(num_ranks=num_ranks, device=device, memory_limit=memory_limit)
-                self._made_for = device, memory_limit
+                self.lab = gl.Lab(num_ranks=num_ranks, device=device)
+                self._made_for = device
             elif self.lab.num_ranks != num_ranks:
                 progress(f"changing to {num_ranks} workers")
                 self.lab.resize(num_ranks)
+            self.lab.memory_limit = memory_limit
             yield self.lab
         finally:
             self._holder = None
@@ -100,17 +113,8 @@ shared_lab = SharedLab()
 class LabRunner:
     """Runs in the lab that all panels share, started at the first run and resized with P."""
 
-    def __init__(
-        self,
-        *,
-        device: str = "auto",
-        memory_limit: str | int | None = None,
-        width: int = 64,
-        rows: int = 64,
-    ) -> None:
-        """`width`: features of each of the 16 layers; `rows`: of one micro-batch."""
-        self.device, self.memory_limit = device, memory_limit
-        self.width, self.rows = width, rows
+    def __init__(self, *, device: str = "auto") -> None:
+        self.device = device
 
     def run(self, settings: Settings, progress: Callable[[str], None]) -> Measured:
         import torch
@@ -119,11 +123,17 @@ class LabRunner:
 
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            model = self._model(torch.nn)
-            inputs = torch.randn(settings.num_microbatches * self.rows, self.width, dtype=torch.float32)
+            model = _model(torch)
+            inputs = torch.randn(settings.num_microbatches * ROWS, WIDTH, dtype=torch.float32)
         schedule = authored(settings)
-        with shared_lab.held(self, settings.num_stages, self.device, self.memory_limit, progress) as lab:
-            progress("measuring")
+        num_stages = schedule.num_stages
+        pace = gl.Pace(
+            forward_ms=forward_ms(settings, num_stages),
+            backward_ms=backward_ms(settings, num_stages),
+            link_ms=settings.send_ms,
+        )
+        with shared_lab.held(self, settings.num_stages, self.device, settings.memory_limit, progress) as lab:
+            progress(MEASURING)
             return lab.run(
                 schedule,
                 model,
@@ -131,19 +141,27 @@ class LabRunner:
                 torch.zeros_like(inputs) if schedule.trains else None,
                 loss_fn=torch.nn.functional.mse_loss if schedule.trains else None,
                 checkpoint=settings.checkpoint,
-                pace=gl.Pace(forward_ms=settings.forward_ms, backward_ms=settings.backward_ms),
+                partition=[len(part) for part in layers_of(settings, num_stages)],
+                pace=pace,
             )
-
-    def _model(self, nn: Any) -> Any:
-        import torch
-
-        def layer() -> Any:
-            return nn.Sequential(nn.Linear(self.width, self.width, dtype=torch.float32), nn.Tanh())
-
-        return nn.Sequential(*(layer() for _ in range(NUM_LAYERS)))
 
     def stop(self) -> None:
         shared_lab.stop(self)
 
     def close(self) -> None:
         shared_lab.close()
+
+
+def _model(torch: Any) -> Any:
+    nn = torch.nn
+    layers = (
+        nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=torch.float32), nn.Tanh()) for _ in range(NUM_LAYERS)
+    )
+    return nn.Sequential(*layers)
+
+
+def does_not_fit(error: BaseException | None) -> bool:
+    """Whether a run ended because a rank passed its memory limit."""
+    from ..engine.ledger import OutOfMemory
+
+    return error is not None and isinstance(error.__cause__, OutOfMemory)

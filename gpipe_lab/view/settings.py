@@ -1,35 +1,58 @@
-"""The panel's settings as a value, and what follows from them without any widget or process."""
+"""The explorer's settings as a value, and what follows from them without a picture, widget or process."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..plan.errors import InputError
-from ..plan.memory import MemoryReport, peak_in_flight
-from ..plan.ops import Kind
-from ..plan.partition import uniform
+from ..plan.errors import InputError, require
+from ..plan.memory import MemoryReport, StageBytes, simulate_memory
+from ..plan.partition import balanced, uniform
 from ..plan.recompute import parse_mode, with_recompute
 from ..plan.schedule import Schedule
 from ..plan.schedules import SCHEDULES
 from ..plan.simulate import Costs, simulate
 from ..plan.trace import Trace
-from .cells import busy_shares
-from .gantt import plot_trace, what
-from .picture import Picture
-from .style import number, percent
-from .tables import held_at_once
+from ..plan.validate import validate
+from .style import number, size_of
 
+# The model that Run runs: layers of one Linear and one Tanh, float32.
 NUM_LAYERS = 16
+WIDTH = 64  # features
+ROWS = 64  # of a micro-batch
+LAYER_BYTES = 4 * (WIDTH * WIDTH + WIDTH)  # of its parameters
+BOUNDARY_BYTES = 4 * ROWS * WIDTH  # of its output for one micro-batch
+MESSAGES_HELD = 2  # at once, at most: one that comes and one that goes
+
 CHECKPOINTS = ("never", "always", "except_last", "every:2")
+CUTS = ("uniform", "balanced")
 LONGEST_RUN_MS = 60_000
-ROWS_HEIGHT = 2.5  # inches: the chart keeps its size while P changes
-NICE = (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9, 10)
+EQUAL_STAGES, EQUAL_LAYERS = "equal stages", "equal layers"
+EVEN = (EQUAL_STAGES, EQUAL_LAYERS)
+
+# How long each layer takes next to the others, given that the heaviest takes `heaviest` times the lightest.
+LAYERS: dict[str, Callable[[float], list[float]]] = {
+    EQUAL_STAGES: lambda heaviest: [1.0] * NUM_LAYERS,  # however the layers are cut
+    EQUAL_LAYERS: lambda heaviest: [1.0] * NUM_LAYERS,
+    "heavy last layer": lambda heaviest: [1.0] * (NUM_LAYERS - 1) + [heaviest],
+    "heavy first layer": lambda heaviest: [heaviest] + [1.0] * (NUM_LAYERS - 1),
+    "growing layers": lambda heaviest: [
+        1 + (heaviest - 1) * layer / (NUM_LAYERS - 1) for layer in range(NUM_LAYERS)
+    ],
+}
+
+Own = Schedule | Callable[[int, int], Schedule]  # a learner's schedule, or a function of P and M
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """One point of the panel. `ratio` is backward over forward time; `forward_ms` is of one micro-batch."""
+    """One point of the explorer.
+
+    `ratio` is backward over forward time; `forward_ms` is of one micro-batch on a rank's whole share of
+    the model, on average; `send_ms` of one message. `layers` names how the layers' costs differ, `cut`
+    how the layers are cut into stages. `memory_limit` is in bytes per rank. `own` are the learner's
+    schedules by name.
+    """
 
     num_stages: int = 4
     num_microbatches: int = 8
@@ -37,6 +60,12 @@ class Settings:
     checkpoint: str = "never"
     ratio: float = 2.0
     forward_ms: float = 10.0
+    send_ms: float = 0.0
+    layers: str = EQUAL_STAGES
+    heaviest: float = 3.0
+    cut: str = "uniform"
+    memory_limit: int | None = None
+    own: Mapping[str, Own] = field(default_factory=dict, repr=False, hash=False)
 
     @property
     def backward_ms(self) -> float:
@@ -50,66 +79,107 @@ class Settings:
 
     @property
     def costs(self) -> str:
-        """Ratio and checkpoint mode; nothing where there is no backward."""
-        if self.schedule == "forward_only":
-            return ""
-        return f"backward ÷ forward = {self.ratio:g}, checkpoint {self.checkpoint}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wording:
-    """What things are called: a pipeline's words, or a laundry's."""
-
-    stages: str = "P stages"
-    microbatches: str = "M micro-batches"
-    row: str = "rank"
-    rows: Sequence[str] = ()  # names of the rows where exactly so many are shown
-    title: str = ""  # with {stages} and {microbatches}
-    unit: str = "ms"
-    run_unit: str = "ms"  # of a measured trace, where one stands for the other
-    kinds: Mapping[Kind, str] = field(default_factory=dict)  # other names in the legend
-    held: str = "holds"
-    memory: bool = True  # whether a run shows what its ranks hold
-    help_stages: str = "P: how many stages the model is cut into, each on its own rank"
-    help_microbatches: str = "M: how many micro-batches go through the pipeline in one step"
-
-    def names(self, num_rows: int) -> list[str]:
-        return list(self.rows) if num_rows == len(self.rows) else [f"{self.row} {k}" for k in range(num_rows)]
-
-
-LAUNDRY = Wording(
-    stages="stations",
-    microbatches="loads",
-    row="station",
-    rows=("wash", "dry", "fold"),
-    title="The laundry: {microbatches} loads, {stages} stations",
-    unit="min",
-    run_unit="min, each run as 1 ms",
-    memory=False,
-    kinds={Kind.F: "a load in the machine"},
-    help_stages="how many machines each load goes through, one after the other",
-    help_microbatches="how many loads of laundry there are",
-)
+        """Ratio and checkpoint mode, where there is a backward; and whatever else is out of the ordinary."""
+        trains = self.schedule != "forward_only"
+        parts = [
+            f"backward ÷ forward = {self.ratio:g}, checkpoint {self.checkpoint}" if trains else "",
+            f"messages {number(self.send_ms)} ms" if self.send_ms else "",
+            self.layers if self.layers != EQUAL_STAGES else "",
+            f"heaviest × {self.heaviest:g}" if self.layers not in EVEN else "",
+            f"{self.cut} cut" if self.layers != EQUAL_STAGES else "",
+            f"limit {size_of(self.memory_limit)}" if self.memory_limit is not None else "",
+        ]
+        return ", ".join(filter(None, parts))
 
 
 def authored(settings: Settings) -> Schedule:
     """The schedule without recompute, as a lab runs it; `InputError` for settings it does not allow."""
-    return SCHEDULES[settings.schedule](settings.num_stages, settings.num_microbatches)
+    p, m = settings.num_stages, settings.num_microbatches
+    own = settings.own.get(settings.schedule)
+    if own is None:
+        return SCHEDULES[settings.schedule](p, m)
+    schedule = own if isinstance(own, Schedule) else own(p, m)
+    require(
+        isinstance(schedule, Schedule),
+        "your function of (num_stages, num_microbatches) returns a gl.Schedule",
+        got=type(schedule).__name__,
+        where=settings.schedule,
+    )
+    require(
+        (schedule.num_ranks, schedule.num_microbatches) == (p, m),
+        f"{settings.schedule} is for P = {schedule.num_ranks} and M = {schedule.num_microbatches}",
+        got=f"P = {p}, M = {m}",
+        where="Explorer(own=...)",
+        remedy="move the sliders there, or give a function of (num_stages, num_microbatches)",
+    )
+    validate(schedule)
+    return schedule
+
+
+def layers_of(settings: Settings, num_stages: int) -> tuple[range, ...]:
+    """The layers of every stage, as `cut` divides them."""
+    if settings.cut == "uniform" or settings.layers == EQUAL_STAGES:
+        return uniform(NUM_LAYERS, num_stages)
+    return balanced(LAYERS[settings.layers](settings.heaviest), num_stages)
+
+
+def forward_ms(settings: Settings, num_stages: int) -> float | tuple[float, ...]:
+    """A stage's forward time, or one for each stage. All ranks together always have the same work."""
+    mean = settings.forward_ms * settings.num_stages / num_stages
+    if settings.layers == EQUAL_STAGES:
+        return mean
+    costs = LAYERS[settings.layers](settings.heaviest)
+    share = num_stages / sum(costs)
+    return tuple(mean * share * sum(costs[k] for k in part) for part in layers_of(settings, num_stages))
+
+
+def backward_ms(settings: Settings, num_stages: int) -> float | tuple[float, ...]:
+    """A stage's backward time, or one for each stage."""
+    forward = forward_ms(settings, num_stages)
+    if isinstance(forward, float):
+        return settings.ratio * forward
+    return tuple(settings.ratio * time for time in forward)
 
 
 def simulated(settings: Settings) -> Trace:
     """What the simulator predicts for these settings."""
-    layers = [len(part) for part in uniform(NUM_LAYERS, settings.num_stages)]
-    schedule = with_recompute(authored(settings), settings.checkpoint, layers_per_stage=layers)
-    return simulate(schedule, Costs(forward=settings.forward_ms, backward=settings.backward_ms))
+    plain = authored(settings)
+    layers = [len(part) for part in layers_of(settings, plain.num_stages)]
+    schedule = with_recompute(plain, settings.checkpoint, layers_per_stage=layers)
+    costs = Costs(
+        forward=forward_ms(settings, plain.num_stages),
+        backward=backward_ms(settings, plain.num_stages),
+        send=settings.send_ms,
+    )
+    return simulate(schedule, costs)
+
+
+def simulated_memory(settings: Settings, trace: Trace) -> MemoryReport:
+    """What the ranks would hold along a simulated trace, with room for the messages under way.
+
+    A layer saves its output, a stage its input besides. Gradients count from the start, so the peak is
+    one that a run does not pass.
+    """
+    assert trace.schedule is not None, "a simulated trace carries its schedule"
+    sizes = []
+    for part in layers_of(settings, trace.schedule.num_stages):
+        weights = {"parameters": len(part) * LAYER_BYTES}
+        if trace.schedule.trains:
+            weights["gradients"] = len(part) * LAYER_BYTES
+        if trace.num_ranks > 1:
+            weights["communication"] = MESSAGES_HELD * BOUNDARY_BYTES
+        saved = (len(part) + 1) * BOUNDARY_BYTES
+        sizes.append(StageBytes(saved=saved, boundary=BOUNDARY_BYTES, weights=weights))
+    return simulate_memory(trace, sizes, limit_bytes=settings.memory_limit)
 
 
 def problem(settings: Settings) -> str | None:
     """Why these settings cannot be run, in one line, or None."""
     try:
-        layers = uniform(NUM_LAYERS, settings.num_stages)
         schedule = authored(settings)
+        layers = layers_of(settings, schedule.num_stages)
         every = parse_mode(settings.checkpoint)
+        with_recompute(schedule, settings.checkpoint, layers_per_stage=[len(part) for part in layers])
     except InputError as error:
         return f"{error.rule} (got {error.got})"
     if settings.checkpoint != "never" and not schedule.trains:
@@ -117,82 +187,41 @@ def problem(settings: Settings) -> str | None:
     fewest = min(map(len, layers))
     if every is not None and fewest < every:
         return f"{settings.checkpoint!r} needs {every} layers in every stage; here one has {fewest}"
-    longest = settings.num_stages * settings.num_microbatches * (settings.forward_ms + settings.backward_ms)
+    one_by_one = settings.forward_ms + settings.backward_ms + 2 * settings.send_ms
+    longest = settings.num_stages * settings.num_microbatches * one_by_one
     if settings.schedule == "naive" and longest > LONGEST_RUN_MS:
         return f"a run would take {number(longest / 1000)} s, more than {LONGEST_RUN_MS / 1000:.0f} s"
     return None
 
 
-def axis_end(held: float, makespan: float) -> float:
-    """The end of the time axis: as it was while the trace fills 45 % of it or more, else a round number."""
-    if 0.45 * held <= makespan <= held:
-        return held
-    power = 1.0
-    while power * 10 <= makespan:
-        power *= 10
-    while power > makespan > 0:
-        power /= 10
-    return next((nice * power for nice in NICE if nice * power >= makespan * (1 - 1e-9)), makespan) or 1.0
+def switched_off(settings: Settings) -> dict[str, str]:
+    """The settings that mean nothing beside the others, by name, with the reason."""
+    reasons = {}
+    if settings.schedule == "forward_only":
+        reasons["ratio"] = reasons["checkpoint"] = "there is no backward"
+    if settings.layers == EQUAL_STAGES:
+        reasons["cut"] = "the stages are equal, so there is nothing to balance"
+    if settings.layers in EVEN:
+        reasons["heaviest"] = "no layer is heavier than another"
+    return reasons
 
 
-def draw(
-    settings: Settings,
-    trace: Trace,
-    wording: Wording,
-    *,
-    until: float | None = None,
-    rows_height: float | None = None,
-) -> Picture:
-    """The panel's picture of a simulated trace."""
-    schedule = trace.schedule
-    assert schedule is not None, "a simulated trace carries its schedule"
-    return plot_trace(
-        trace,
-        title=title(settings, trace, wording),
-        notes=notes(trace, peak_in_flight(schedule), wording),
-        row_names=wording.names(trace.num_ranks),
-        kind_names=wording.kinds,
-        unit=wording.unit,
-        until_ms=until,
-        rows_height=rows_height,
-    )
-
-
-def draw_measured(
-    settings: Settings,
-    trace: Trace,
-    memory: MemoryReport | None,
-    wording: Wording,
-    *,
-    until: float | None = None,
-) -> Picture:
-    """The panel's picture of a run, with its memory."""
-    return plot_trace(
-        trace,
-        memory if memory is not None and memory.rows and wording.memory else None,
-        title=title(settings, trace, wording),
-        notes=notes(trace, held_at_once(trace), wording),
-        row_names=wording.names(trace.num_ranks),
-        kind_names=wording.kinds,
-        unit=wording.run_unit,
-        until_ms=until,
-    )
-
-
-def notes(trace: Trace, held: Sequence[int], wording: Wording) -> list[str]:
-    """What stands beside each row: its busy share, and the most micro-batches it holds at once."""
-    return [
-        f"{percent(busy)} busy" + (f", {wording.held} {count}" if any(held) else "")
-        for busy, count in zip(busy_shares(trace), held, strict=True)
-    ]
-
-
-def title(settings: Settings, trace: Trace, wording: Wording) -> str:
-    if not wording.title:
-        return ", ".join(filter(None, [what(trace), settings.costs]))
-    return wording.title.format(stages=settings.num_stages, microbatches=settings.num_microbatches)
-
-
-def summary(trace: Trace, unit: str) -> str:
-    """One line of main numbers."""
-    return f"{trace.source}: {number(trace.makespan_ms)} {unit}, bubble {percent(trace.bubble_fraction)}"
+def own_schedules(own: Own | Mapping[str, Own] | Sequence[Own] | None) -> dict[str, Own]:
+    """The learner's schedules by a name that no built-in schedule has."""
+    named: dict[str, Own] = {}
+    if isinstance(own, Mapping):
+        named |= own
+    else:
+        several: Sequence[Own] = () if own is None else own if isinstance(own, list | tuple) else (own,)
+        for one in several:
+            name = one.name if isinstance(one, Schedule) else getattr(one, "__name__", "own")
+            named["own" if name == "<lambda>" else name] = one
+    for one in named.values():
+        require(
+            isinstance(one, Schedule) or callable(one),
+            "your own schedule is a gl.Schedule or a function of (num_stages, num_microbatches)",
+            got=repr(one),
+            where="Explorer(own=...)",
+            remedy="own=my_schedule",
+        )
+    return {f"own: {name}" if name in SCHEDULES else name: one for name, one in named.items()}

@@ -40,6 +40,7 @@ class Line(NamedTuple):
 
     label: str
     dashes: Any
+    width: float = 1.1
 
 
 Key = Look | Line | str  # what a legend can hold; a string is a heading
@@ -68,6 +69,16 @@ CATEGORY_LOOKS: dict[str, Look] = {
     "saved": Look("saved", "#56B4E9", "white"),
     "outputs": Look("outputs", "#F0E442", "#8a8200", "--"),
     "deferred": Look("deferred", "#FBE0A8", "#B8741A", "...."),
+}
+
+# The parts of the idle time, as `take_apart` names them.
+PARTS: dict[str, Look] = {
+    "fill": Look("fill", "#9ecae9", "#1f5f8b", "//"),
+    "middle": Look("middle", "#4a6f8a", "white", ink="white"),
+    "drain": Look("drain", "#d6e6f2", "#1f5f8b", "\\\\"),
+    "imbalance": Look("imbalance", "#E07B1F", "white", "", "white"),
+    "communication": Look("communication", "#CC79A7", "#7d3a5e", "xx"),
+    "recompute": Look("recompute", "#5CBF9F", "#00573F", "...."),
 }
 
 # Curves that stand side by side: colour, dashes and marker all differ.
@@ -116,7 +127,7 @@ def swatch(
     if isinstance(key, Line):
         middle = [y + height / 2] * 2
         return Line2D(
-            [x, x + width], middle, color=INK, linestyle=key.dashes, linewidth=1.1, transform=transform
+            [x, x + width], middle, color=INK, linestyle=key.dashes, linewidth=key.width, transform=transform
         )
     edge = key.edge if key.hatch or key is IDLE else key.face
     return Rectangle(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -57,24 +58,25 @@ def _observed(trace: Trace) -> list[float]:
 
 def held_at_once(trace: Trace) -> tuple[int, ...]:
     """The most micro-batches each rank held between forward and backward, read from the events."""
+    changes = [sorted(held_changes(trace, rank)) for rank in range(trace.num_ranks)]
+    return tuple(max(accumulate((change for _, change in mine), initial=0)) for mine in changes)
+
+
+def held_changes(trace: Trace, rank: int) -> list[tuple[float, int]]:
+    """(time, 1) when a forward of `rank` ends, (time, -1) when its backward does, or its W where split."""
     schedule = trace.schedule
-    peaks = []
-    for rank in range(trace.num_ranks):
-        changes = []
-        for e in trace.computations:
-            if e.rank != rank or schedule is None or not schedule.trains or e.op.segment:
-                continue
-            split = Op(Kind.W, e.op.stage, e.op.microbatch) in schedule.rank_of
-            if e.op.kind is Kind.F:
-                changes.append((e.end_ms, 1))
-            elif e.op.kind is (Kind.W if split else Kind.B):
-                changes.append((e.end_ms, -1))
-        held = highest = 0
-        for _, change in sorted(changes):
-            held += change
-            highest = max(highest, held)
-        peaks.append(highest)
-    return tuple(peaks)
+    if schedule is None or not schedule.trains:
+        return []
+    changes = []
+    for e in trace.computations:
+        if e.rank != rank or e.op.segment:
+            continue
+        split = Op(Kind.W, e.op.stage, e.op.microbatch) in schedule.rank_of
+        if e.op.kind is Kind.F:
+            changes.append((e.end_ms, 1))
+        elif e.op.kind is (Kind.W if split else Kind.B):
+            changes.append((e.end_ms, -1))
+    return changes
 
 
 def _predicted(trace: Trace) -> list[float | None]:

@@ -3,20 +3,42 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import threading
 import time
+from base64 import b64decode
 from dataclasses import dataclass, replace
 from statistics import median
 
+import hypothesis
+import ipywidgets as widgets
 import psutil
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import gpipe_lab as gl
+from gpipe_lab.engine.ledger import OutOfMemory
 from gpipe_lab.plan.trace import PACED
-from gpipe_lab.view import background, explorer, runner
+from gpipe_lab.view import background, explorer, runner, screen, twin
 from gpipe_lab.view.background import Attempt, LatestWins, Stopped
 from gpipe_lab.view.explorer import Explorer
-from gpipe_lab.view.settings import Settings, axis_end, problem, simulated
+from gpipe_lab.view.runs import Phase
+from gpipe_lab.view.scene import axis_end
+from gpipe_lab.view.settings import (
+    CUTS,
+    LAYERS,
+    NUM_LAYERS,
+    Settings,
+    authored,
+    forward_ms,
+    layers_of,
+    own_schedules,
+    problem,
+    simulated,
+    simulated_memory,
+)
 
 
 @dataclass(frozen=True)
@@ -57,10 +79,21 @@ def make(**options) -> Explorer:
     return Explorer(**({"runner": FakeRunner()} | options))
 
 
+def controls(box) -> list:
+    """Every widget within that a person can use."""
+    found = []
+    for child in box.children:
+        if hasattr(child, "children"):
+            found += controls(child)
+        elif not isinstance(child, widgets.HTML | widgets.FloatProgress):
+            found.append(child)
+    return found
+
+
 def test_moving_a_slider_simulates_at_once_and_runs_nothing():
     ex = make()
     before = ex.panel.simulated.value
-    ex.panel.stages.value = 6
+    ex.panel.stages.slider.value = 6
     assert ex.panel.simulated.value != before
     assert "P = 6, M = 8" in ex.panel.simulated.value
     assert ex._runner.ran == []
@@ -68,10 +101,30 @@ def test_moving_a_slider_simulates_at_once_and_runs_nothing():
 
 def test_number_box_and_slider_are_one_setting():
     ex = make()
-    slider, box = ex.panel.box.children[0].children[:2]
-    box.value = 7
-    assert slider.value == 7 and ex.settings.num_stages == 7
-    assert all(w.tooltip for w in ex.panel.box.children[0].children)
+    ex.panel.stages.box.value = 7
+    assert ex.panel.stages.slider.value == 7 and ex.settings.num_stages == 7
+    ex.panel.stages.slider.value = 3
+    assert ex.panel.stages.box.value == 3 and ex.panel.stages.note.value == ""
+
+
+def test_a_number_beyond_the_slider_is_moved_to_its_end_and_said_so():
+    ex = make()
+    ex.panel.stages.box.value = 12
+    assert ex.settings.num_stages == ex.panel.stages.box.value == 8
+    note = ex.panel.stages.note.value
+    assert "8 is the most here; 12 was asked for" in note and 'role="status"' in note
+    ex.panel.stages.box.value = 0
+    assert (
+        ex.settings.num_stages == 1 and "1 is the least here; 0 was asked for" in ex.panel.stages.note.value
+    )
+    ex.panel.stages.box.value = 5
+    assert ex.panel.stages.note.value == "" and ex.settings.num_stages == 5
+
+
+def test_every_control_is_explained():
+    ex = gl.explore(runner=FakeRunner())
+    unexplained = [w for w in controls(ex.panel.box) if not w.tooltip]
+    assert len(controls(ex.panel.box)) > 30 and unexplained == []
 
 
 def test_a_redraw_takes_less_than_150_ms():
@@ -82,7 +135,7 @@ def test_a_redraw_takes_less_than_150_ms():
         busy, wall = [], []
         for m in (31, 32) * 4:
             start = time.process_time(), time.perf_counter()
-            ex.panel.microbatches.value = m
+            ex.panel.microbatches.slider.value = m
             busy.append(1000 * (time.process_time() - start[0]))
             wall.append(1000 * (time.perf_counter() - start[1]))
         print(f"redraw at P=8 M=32: median {median(busy):.0f} ms CPU, {median(wall):.0f} ms wall")
@@ -109,18 +162,18 @@ def test_a_measurement_of_other_settings_says_so():
     assert ex.panel.measured_note.value == "" and "have changed" not in ex.panel.status.value
     for picture in (ex.panel.simulated.value, ex.panel.measured.value):
         assert "P = 4, M = 8, backward ÷ forward = 2.5, checkpoint never" in picture
-    ex.panel.ratio.value = 1.0
+    ex.panel.ratio.slider.value = 1.0
     assert f"{note}; the settings have changed since" in ex.panel.measured_note.value
     assert note in ex.panel.status.value
     assert "backward ÷ forward = 1, checkpoint never" in ex.panel.simulated.value
-    ex.panel.ratio.value = 2.5
+    ex.panel.ratio.slider.value = 2.5
     assert ex.panel.measured_note.value == "" and "have changed" not in ex.panel.status.value
 
 
 def test_a_control_moved_while_a_run_is_in_progress():
-    ex = make(runner=FakeRunner(seconds=0.3))
+    ex = make(runner=FakeRunner(seconds=2))
     ex.run()
-    ex.panel.ratio.value = 3.5
+    ex.panel.ratio.slider.value = 3.5
     assert "backward ÷ forward = 2, checkpoint never; the settings have changed" in ex.panel.status.value
     assert "backward ÷ forward = 3.5" in ex.panel.simulated.value
     ex.wait(5)
@@ -146,13 +199,13 @@ def test_an_error_is_raised_by_a_waiting_run_and_shown_in_the_panel():
 def test_an_error_that_no_one_waited_for_is_raised_at_close():
     ex = make(runner=FakeRunner(error=ValueError("lost")))
     ex.run()
-    ex._attempt.done.wait(2)
+    ex._runs.latest.done.wait(2)
     with pytest.raises(ValueError, match="lost"):
         ex.close()
     assert ex._runner.closed
     with pytest.raises(ValueError, match="lost"), make(runner=FakeRunner(error=ValueError("lost"))) as other:
         other.run()
-        other._attempt.done.wait(2)
+        other._runs.latest.done.wait(2)
 
 
 def test_a_click_from_code_waits_and_its_error_is_not_lost():
@@ -235,9 +288,9 @@ def test_a_burst_of_events_leads_to_few_redraws_and_the_last_one_wins(monkeypatc
     async def drag() -> tuple[int, str]:
         ex = make()
         redraws = []
-        monkeypatch.setattr(ex, "redraw", lambda: (redraws.append(1), Explorer.redraw(ex)))
+        monkeypatch.setattr(ex, "_redraw", lambda: (redraws.append(1), Explorer._redraw(ex)))
         for m in range(1, 33):
-            ex.panel.microbatches.value = m
+            ex.panel.microbatches.slider.value = m
         await asyncio.sleep(0.1)
         return len(redraws), ex.panel.simulated.value
 
@@ -266,8 +319,8 @@ def test_a_failed_redraw_after_a_drag_is_shown(monkeypatch):
 
     async def drag() -> Explorer:
         ex = make()
-        monkeypatch.setattr(ex, "redraw", lambda: 1 / 0)
-        ex.panel.stages.value = 5
+        monkeypatch.setattr(ex, "_redraw", lambda: 1 / 0)
+        ex.panel.stages.slider.value = 5
         await asyncio.sleep(0.1)
         return ex
 
@@ -276,7 +329,7 @@ def test_a_failed_redraw_after_a_drag_is_shown(monkeypatch):
 
 def test_static_twin_returns_the_table_and_shows_plain_figures(monkeypatch):
     shown = []
-    monkeypatch.setattr(explorer, "show", shown.append)
+    monkeypatch.setattr(twin, "show", shown.append)
     ex = make()
     table = ex.static({"num_stages": 2}, {"checkpoint": "always"}, measure=True)
     assert len(shown) == 4 and all(figure.alt for figure in shown)
@@ -321,9 +374,8 @@ def test_the_laundry_panel_offers_loads_and_stations_only():
         or "180 min" in ex.panel.simulated.value
     )
     assert "180 min" in ex.panel.status.value
-    described = [w.description for w in ex.panel.box.children[0].children if getattr(w, "description", "")]
-    assert described == ["stations", "loads"]
-    assert len(ex.panel.box.children) == 6, "no row of schedule, checkpoint and ratio"
+    described = [w.description for w in controls(ex.panel.box) if w.description]
+    assert described == ["stations", "loads", "Run", "Stop"], "nothing of schedules, and nothing to unfold"
     ex.run(wait=True)
     assert "Memory" not in ex.panel.measured.value
     ex.set(num_microbatches=10)
@@ -373,6 +425,181 @@ def test_from_the_browser_is_false_outside_a_kernel():
     assert background.from_the_browser() is False
 
 
+def unfold(ex: Explorer, *names: str) -> None:
+    for name in names:
+        ex.panel.sections[name].button.value = True
+
+
+def test_sections_are_folded_until_a_setting_in_them_is_out_of_the_ordinary():
+    assert not any(section.is_open for section in make().panel.sections.values())
+    assert [n for n, s in make(checkpoint="always").panel.sections.items() if s.is_open] == ["Memory"]
+    uneven = make(layers="growing layers", memory_limit=2**20, opened=("Race",))
+    assert [n for n, s in uneven.panel.sections.items() if s.is_open] == ["Costs", "Memory", "Race"]
+
+
+def test_choices_that_mean_nothing_are_off_with_the_reason():
+    ex = make(schedules=("gpipe", "forward_only"))
+    unfold(ex, "Costs")
+    assert ex.panel.cut.disabled and ex.panel.heaviest.slider.disabled
+    assert "the stages are equal, so there is nothing to balance" in ex.panel.reasons.value
+    ex.set(layers="heavy last layer")
+    assert not ex.panel.cut.disabled and not ex.panel.heaviest.box.disabled
+    assert ex.panel.reasons.value == "<small></small>"
+    ex.set(schedule="forward_only")
+    assert ex.panel.ratio.slider.disabled and "there is no backward" in ex.panel.reasons.value
+
+
+@given(
+    st.integers(1, 8),
+    st.sampled_from(sorted(LAYERS)),
+    st.sampled_from(CUTS),
+    st.floats(1, 6),
+    st.sampled_from(["gpipe", "interleaved"]),
+)
+@hypothesis.settings(max_examples=40, deadline=None)
+def test_all_ranks_together_have_the_same_work_however_it_is_cut(p, layers, cut, heaviest, schedule):
+    of = Settings(
+        num_stages=p, num_microbatches=p, schedule=schedule, layers=layers, cut=cut, heaviest=heaviest
+    )
+    stages = authored(of).num_stages
+    times = forward_ms(of, stages)
+    total = times * stages if isinstance(times, float) else sum(times)
+    assert total == pytest.approx(p * of.forward_ms)
+    parts = layers_of(of, stages)
+    assert [layer for part in parts for layer in part] == list(range(NUM_LAYERS))
+    if cut == "balanced" and not isinstance(times, float):
+        assert max(times) <= max(forward_ms(replace(of, cut="uniform"), stages)) + 1e-9
+
+
+def test_costs_are_simulated_and_named():
+    ex = make()
+    ex.set(send_ms=2.0, layers="heavy last layer", heaviest=4.0)
+    uniform_ms = simulated(ex.settings).makespan_ms
+    words = "messages 2 ms, heavy last layer, heaviest × 4, uniform cut"
+    assert words in ex.panel.simulated.value and ex.settings.words.endswith(words)
+    ex.set(cut="balanced")
+    assert simulated(ex.settings).makespan_ms < uniform_ms
+
+
+def test_the_memory_limit_is_drawn_and_kept_in_the_settings():
+    ex = make()
+    assert "Memory, simulated" not in ex.panel.simulated.value
+    unfold(ex, "Memory")
+    assert "Memory, simulated" in ex.panel.simulated.value and "Limit" not in ex.panel.simulated.value
+    ex.panel.limited.value = True
+    assert ex.settings.memory_limit == 512 * 1024 and "Limit 512 KiB" in ex.panel.simulated.value
+    ex.set(memory_limit=64 * 1024)
+    assert "Limit 64 KiB" in ex.panel.simulated.value and "limit 64 KiB" in ex.settings.words
+
+
+def test_the_scrubber_moves_over_both_charts_without_drawing_them_again(monkeypatch):
+    ex = make()
+    ex.run(wait=True)
+    assert "gl-moment" not in ex.panel.simulated.value
+    unfold(ex, "Look closer")
+    before = ex.panel.simulated.value
+    monkeypatch.setattr(screen, "draw", lambda *a, **k: pytest.fail("drawn again"))
+    ex.panel.time.slider.value = 105.0
+    for chart in (ex.panel.simulated.value, ex.panel.measured.value):
+        assert chart.count('class="gl-moment"') == 1
+    assert ex.panel.simulated.value != before
+    assert "At 105 ms, simulated" in ex.panel.words.value
+    assert "At 105 ms, measured, paced" in ex.panel.words.value
+    assert "rank 0 is idle until 170 ms" in ex.panel.words.value
+    assert "holds 8 micro-batches" in ex.panel.words.value
+
+
+def test_looking_closer_shows_the_path_and_the_bubble_taken_apart():
+    ex = make()
+    unfold(ex, "Look closer")
+    assert "Critical path: rank 0 F0" in ex.panel.simulated.value
+    assert "bubble 27.3 % of all time (fill" in ex.panel.apart.value
+    assert "overhead: idle ÷ busy time (%)" in ex.panel.apart.value
+    ex.panel.path.value = False
+    assert "Critical path" not in ex.panel.simulated.value
+
+
+def test_a_race_at_one_limit_with_a_schedule_of_ones_own():
+    def mine(num_stages, num_microbatches):
+        return replace(gl.one_f_one_b(num_stages, num_microbatches), name="mine")
+
+    ex = make(own=mine, schedules=("gpipe", "one_f_one_b", "interleaved"), race=("interleaved",))
+    assert ex.panel.racers == ["interleaved", "mine", "gpipe", "one_f_one_b"]
+    unfold(ex, "Race")
+    ex.set(memory_limit=512 * 1024)
+    said = ex.panel.race.value
+    assert "gpipe: 330 ms" in said and "does not fit into 512 KiB" in said
+    assert "1. interleaved" in said or "1. mine" in said
+    ex.set(num_microbatches=7)
+    assert "Out of the race" in ex.panel.race.value, "interleaved wants a multiple of P"
+    ex.set(schedule="mine")
+    assert "mine, P = 4, M = 7" in ex.panel.simulated.value
+    table = ex.static_race("gpipe", "mine", display=False)
+    assert table.loc["gpipe", "fits"] == "no" and table.loc["mine", "fits"] == "yes"
+
+
+def test_own_schedules_are_named_and_a_fixed_one_says_where_it_runs():
+    fixed = replace(gl.gpipe(3, 4), name="gpipe")
+    ex = make(own=fixed)
+    ex.set(schedule="own: gpipe")
+    assert ex.panel.run.disabled and "own: gpipe is for P = 3 and M = 4" in ex.panel.status.value
+    ex.set(num_stages=3, num_microbatches=4)
+    assert not ex.panel.run.disabled
+    with pytest.raises(gl.InputError, match="your own schedule is"):
+        make(own=3)
+    assert list(own_schedules({"a": gl.gpipe, "b": fixed})) == ["a", "b"]
+
+
+def test_a_race_is_run_lane_by_lane_and_one_over_the_limit_is_out():
+    class Limited(FakeRunner):
+        def run(self, settings, progress):
+            if settings.schedule == "gpipe":
+                raise RuntimeError("rank 0 failed") from OutOfMemory("over the limit of 1 KiB")
+            return super().run(settings, progress)
+
+    ex = make(runner=Limited(), race=("gpipe", "naive", "one_f_one_b"))
+    lanes = ex.run_race(wait=True)
+    assert list(lanes.traces) == ["naive", "one_f_one_b"] and lanes.out == {
+        "gpipe": "over the limit of 1 KiB"
+    }
+    assert "over the limit of 1 KiB" in ex.panel.measured_race.value
+    assert "measured, paced" in ex.panel.measured_race.value
+    broken = make(runner=FakeRunner(error=ValueError("broken")))
+    with pytest.raises(ValueError, match="broken"):
+        broken.run_race(wait=True)
+
+
+def test_a_run_that_does_not_fit_is_told_as_an_error():
+    ex = make(runner=FakeRunner(error=RuntimeError("rank 0 ran out of memory")))
+    with pytest.raises(RuntimeError):
+        ex.run(wait=True)
+    assert "ran out of memory" in ex.panel.status.value and 'role="alert"' in ex.panel.status.value
+
+
+def test_progress_moves_with_time_within_a_phase():
+    phase = Phase(text="measuring", done=0.1, until=1.0, seconds=2.0)
+    assert phase.share(0) == pytest.approx(0.1)
+    assert phase.share(1) == pytest.approx(0.55)
+    assert phase.share(5) == pytest.approx(1.0)
+    assert Phase(text="waiting", done=0.2, until=0.4, seconds=0.0).share(9) == pytest.approx(0.2)
+
+
+def test_files_hold_what_is_shown():
+    ex = make()
+    ex.run(wait=True)
+    unfold(ex, "Save")
+    ex.panel.save.click()
+    found = dict(re.findall(r'download="([^"]+)" href="data:[^;]+;base64,([^"]+)"', ex.panel.files.value))
+    stems = ("gpipe_p4_m8_simulated", "gpipe_p4_m8_measured_paced")
+    assert set(found) == {
+        f"{stem}{end}" for stem in stems for end in (".png", ".svg", ".csv", ".perfetto.json", "_memory.csv")
+    } - {"gpipe_p4_m8_simulated_memory.csv"}
+    data = {name: b64decode(text) for name, text in found.items()}
+    assert data[f"{stems[0]}.png"].startswith(b"\x89PNG") and b"<svg" in data[f"{stems[0]}.svg"]
+    assert data[f"{stems[0]}.csv"].decode().splitlines()[0].startswith("rank,lane,op")
+    assert len(json.loads(data[f"{stems[1]}.perfetto.json"])["traceEvents"]) > 64
+
+
 @pytest.mark.dist
 def test_a_real_run_beside_its_simulation():
     with Explorer(2, 4, forward_ms=5) as ex:
@@ -391,6 +618,47 @@ def test_a_real_run_beside_its_simulation():
             ex.wait(5)
         assert time.perf_counter() - start < 2
     assert runner.shared_lab.lab is None
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b", "interleaved", "zero_bubble_h1"])
+def test_a_run_stays_within_the_memory_that_was_simulated_and_a_limit_is_kept(schedule):
+    of = Settings(num_stages=2, num_microbatches=4, schedule=schedule, forward_ms=2, send_ms=0.5)
+    real = runner.LabRunner()
+    try:
+        measured = real.run(of, lambda _: None).memory
+        expected = simulated_memory(of, simulated(of))
+        peak, estimate = (max(map(m.peak_bytes, m.ranks)) for m in (measured, expected))
+        assert peak <= 1.02 * estimate < 1.3 * peak
+        with pytest.raises(RuntimeError) as failure:
+            real.run(replace(of, memory_limit=peak - 1024), lambda _: None)
+        assert runner.does_not_fit(failure.value)
+        assert (
+            real.run(replace(of, memory_limit=peak + 1024), lambda _: None).memory.limit_bytes == peak + 1024
+        )
+    finally:
+        real.close()
+
+
+@pytest.mark.dist
+def test_unequal_stages_are_cut_and_paced_as_simulated():
+    of = Settings(
+        num_stages=2,
+        num_microbatches=4,
+        forward_ms=8,
+        layers="heavy last layer",
+        heaviest=6.0,
+        cut="balanced",
+    )
+    real = runner.LabRunner()
+    try:
+        trace = real.run(of, lambda _: None).trace
+    finally:
+        real.close()
+    first, last = forward_ms(of, 2)
+    took = gl.costs_of(trace).forward
+    assert took[0] >= first and took[1] >= last
+    assert took == pytest.approx([first, last], rel=0.5)
 
 
 def num_processes() -> int:

@@ -1,0 +1,110 @@
+"""Controls that the explorer is made of: a slider with its number box, and a section that folds."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ipywidgets as widgets
+
+LABEL = {"description_width": "10.5em"}
+ROW = widgets.Layout(align_items="center", flex_flow="row wrap")
+TIME_MS = 0.1  # the step of a slider of times
+
+
+class Number:
+    """A slider with a number box beside it. A number beyond the slider's ends is moved there, and said so."""
+
+    def __init__(
+        self, name: str, tip: str, value: float, least: float, most: float, *, step: float = 1
+    ) -> None:
+        whole = isinstance(step, int)
+        slider, box = (
+            (widgets.IntSlider, widgets.IntText) if whole else (widgets.FloatSlider, widgets.FloatText)
+        )
+        self.name = name
+        self.slider = slider(
+            value=value,
+            min=min(least, value),
+            max=max(most, value),
+            step=step,
+            readout=False,
+            description=name,
+            tooltip=tip,
+            style=LABEL,
+            layout=widgets.Layout(width="24em"),
+        )
+        self.box = box(
+            value=value, step=step, tooltip=f"{tip}, as a number", layout=widgets.Layout(width="5em")
+        )
+        self.note = widgets.HTML()
+        self.slider.observe(self._moved, names="value")
+        self.box.observe(self._typed, names="value")
+
+    @property
+    def parts(self) -> list[Any]:
+        return [self.slider, self.box, self.note]
+
+    def reach(self, most: float) -> None:
+        """Move the slider's upper end."""
+        self.slider.max = most
+
+    def _moved(self, change: Any) -> None:
+        self.box.value = change.new
+        self.note.value = ""
+
+    def _typed(self, change: Any) -> None:
+        asked = change.new
+        given = min(max(asked, self.slider.min), self.slider.max)
+        self.slider.value = given
+        if given != asked:
+            self.box.value = given
+            end = "most" if given < asked else "least"
+            self.note.value = hint(f"{given:g} is the {end} here; {asked:g} was asked for", role="status")
+
+
+def hint(text: str, *, role: str = "") -> str:
+    """A line of small print."""
+    announced = f' role="{role}"' if role else ""
+    return (
+        f'<span{announced} style="font-size:0.9em;line-height:1.4;white-space:normal">'
+        f"{html.escape(text)}</span>"
+    )
+
+
+def choice(name: str, tip: str, options: Sequence[str], value: str) -> Any:
+    """A dropdown that also offers a value it is given."""
+    return widgets.Dropdown(
+        options=list(dict.fromkeys([*options, value])),
+        value=value,
+        description=name,
+        tooltip=tip,
+        style=LABEL,
+        layout=widgets.Layout(width="24em"),
+    )
+
+
+class Section:
+    """A button that unfolds what is beneath it. A button, since the keyboard reaches buttons."""
+
+    def __init__(self, name: str, tip: str, rows: Sequence[Any], *, opened: bool = False) -> None:
+        self.name = name
+        self.button = widgets.ToggleButton(
+            value=opened, description=name, tooltip=tip, layout=widgets.Layout(width="auto")
+        )
+        border = widgets.Layout(border_left="3px solid #9aa0a6", padding="2px 0 6px 10px", margin="4px 0")
+        self.body = widgets.VBox([widgets.HTML(hint(tip)), *rows], layout=border)
+        self.button.observe(lambda _: self._fold(), names="value")
+        self._fold()
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self.button.value)
+
+    def on_toggle(self, changed: Callable[[Any], None]) -> None:
+        self.button.observe(changed, names="value")
+
+    def _fold(self) -> None:
+        self.button.icon = "caret-down" if self.is_open else "caret-right"
+        self.body.layout.display = "" if self.is_open else "none"

@@ -1,0 +1,69 @@
+"""Files to save from a panel: pictures, tables and traces as links that hold what they link to."""
+
+from __future__ import annotations
+
+import html
+import re
+from base64 import b64encode
+from io import BytesIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+from ..plan.memory import MemoryReport
+from ..plan.trace import Trace
+from .picture import Picture
+from .style import PAPER, look, size_of
+
+
+class File(NamedTuple):
+    """A name with what is in it."""
+
+    name: str
+    mime: str
+    data: bytes
+
+
+def files_of(name: str, picture: Picture, trace: Trace, memory: MemoryReport | None) -> list[File]:
+    """A trace as PNG, SVG, CSV and Perfetto's JSON, and its memory as CSV; all named after `name`."""
+    stem = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+    found = [
+        *pictures_of(name, picture),
+        File(f"{stem}.csv", "text/csv", trace.frame().to_csv(index=False).encode()),
+        File(f"{stem}.perfetto.json", "application/json", _perfetto(trace)),
+    ]
+    if memory is not None and memory.rows:
+        found.append(File(f"{stem}_memory.csv", "text/csv", memory.frame().to_csv(index=False).encode()))
+    return found
+
+
+def pictures_of(name: str, picture: Picture) -> list[File]:
+    """A picture as PNG and as SVG."""
+    stem = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+    return [
+        File(f"{stem}.png", "image/png", picture.png()),
+        File(f"{stem}.svg", "image/svg+xml", _svg(picture)),
+    ]
+
+
+def links(files: list[File]) -> str:
+    """HTML: a link for each file that saves it under its name. Nothing is asked of the kernel again."""
+    items = (
+        f'<li><a style="text-decoration:underline" download="{html.escape(file.name)}" '
+        f'href="data:{file.mime};base64,{b64encode(file.data).decode()}">{html.escape(file.name)}</a> '
+        f"({size_of(len(file.data))})</li>"
+        for file in files
+    )
+    return f'<ul style="line-height:1.6;margin:4px 0">{"".join(items)}</ul>'
+
+
+def _svg(picture: Picture) -> bytes:
+    drawn = BytesIO()
+    with look():
+        picture.savefig(drawn, format="svg", facecolor=PAPER)
+    return drawn.getvalue()
+
+
+def _perfetto(trace: Trace) -> bytes:
+    with TemporaryDirectory() as folder:
+        return trace.to_chrome(Path(folder) / "trace.json").read_bytes()
