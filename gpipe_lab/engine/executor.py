@@ -52,7 +52,10 @@ class StepJob:
 
 @dataclass
 class RankResult:
-    """What one rank brings home from a step. `losses` has each micro-batch's loss, not scaled."""
+    """What one rank brings home from a step. `losses` has each micro-batch's loss, not scaled.
+
+    `unsplit` has, by stage, the names of weights that a split backward did not leave to its W.
+    """
 
     rank: int
     events: list[Event] = field(default_factory=list)
@@ -61,6 +64,7 @@ class RankResult:
     outputs: dict[int, Tree] = field(default_factory=dict)
     bytes_sent: dict[tuple[int, int], int] = field(default_factory=dict)
     bytes_reduced: dict[tuple[int, ...], int] = field(default_factory=dict)
+    unsplit: dict[int, tuple[str, ...]] = field(default_factory=dict)
     overran: int = 0
     profile: bytes = b""  # what torch's profiler recorded, as JSON
 

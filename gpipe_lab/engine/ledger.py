@@ -188,4 +188,5 @@ class _Saved:
         return self._tensor
 
     def __del__(self) -> None:
-        self._ledger.release(self._category, self._keys)
+        if hasattr(self, "_keys"):  # torch.compile makes one without __init__ while it traces
+            self._ledger.release(self._category, self._keys)

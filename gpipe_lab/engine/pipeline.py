@@ -149,6 +149,8 @@ class RankPipeline:
         self.gradients.begin()
         _meet()
         result = self.executor.run(job, links)
+        for index, stage in self.stages.items():
+            result.unsplit[index] = tuple(n for n, p in self.parameters.items() if p in stage.unsplit)
         self._reduce(groups, result)
         for stage in self.stages.values():
             stage.end()

@@ -3,7 +3,9 @@
 For y = W·x the backward has two parts: dL/dx = Wᵀ·g, which the previous stage waits for, and dL/dW = g·xᵀ,
 which nobody waits for. Inside `DeferWeights`, linear layers and convolutions compute the first part in the
 backward and leave the second in a queue. Whatever else has weights (norms, embeddings, a layer that does
-not go through these functions) gets all its gradients in the backward, so no work is ever done twice.
+not go through these functions) gets all its gradients in the backward, so no work is ever done twice. Where
+that leaves out matrix products (a function of the user's own, a computed weight, a compiled layer), the stage
+notes the weight and the trace says so.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from .ledger import Ledger
@@ -39,6 +42,10 @@ class Deferred:
         """Put off `compute`, which gives a gradient for each of `weights` and needs `keeps` until then."""
         self.owed.append((compute, weights, self.ledger.hold("deferred", keeps)))
 
+    def weights(self) -> set[torch.Tensor]:
+        """The weights whose gradients are owed."""
+        return {weight for _, weights, _ in self.owed for weight in weights if weight is not None}
+
     def settle(self) -> None:
         """Compute what is owed and add it to the weights' `.grad`."""
         while self.owed:
@@ -49,6 +56,14 @@ class Deferred:
                         gradient = gradient.to(weight.dtype)
                         weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
             self.ledger.release("deferred", keys)
+
+
+def weights_of_products(layers: nn.Module) -> list[nn.Parameter]:
+    """The trained weights that enter products: no vectors, which take none, and no tables to look up in."""
+    tables = (nn.Embedding, nn.EmbeddingBag)
+    owners = [module for module in layers.modules() if not isinstance(module, tables)]
+    found = [p for module in owners for p in module.parameters(recurse=False)]
+    return [p for p in found if p.requires_grad and p.dim() > 1]
 
 
 class DeferWeights(TorchFunctionMode):

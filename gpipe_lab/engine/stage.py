@@ -15,7 +15,7 @@ from .buffers import Buffers, Changes, as_before
 from .entry import Entry, enter, tell_of_changes
 from .ledger import Ledger
 from .seeding import layer_seed
-from .split import Deferred, DeferWeights
+from .split import Deferred, DeferWeights, weights_of_products
 from .streams import Device
 from .tree import Tree, map_tensors, tensors
 
@@ -98,6 +98,8 @@ class Stage:
         self.ledger = ledger
         self.statistics = RunningStatistics(self.layers)
         self._trains = {module: module.training for module in self.layers.modules()}  # as they were given
+        self.unsplit: set[torch.Tensor] = set()  # weights that a split backward did not leave to its W
+        self._products = weights_of_products(self.layers)
         self._held: dict[int, Held] = {}
         self._anchor = torch.empty(0, requires_grad=True, device=device.torch_device)
         ledger.hold("parameters", self.layers.parameters())
@@ -172,8 +174,11 @@ class Stage:
             elif incoming:  # a loss without weight gives no gradients
                 edges.append(edge)
                 given.append(incoming[takes])
+        without = [] if held.deferred is None else [w for w in self._products if w.grad is None]
         if edges:
             torch.autograd.backward(edges, given)
+        if held.deferred is not None:
+            self.unsplit |= {w for w in without if w.grad is not None} - held.deferred.weights()
         held.gradients = [] if graph.entry is None else graph.entry.filled()
         _, keys = held.boundaries.pop(segment, (None, []))
         self.ledger.release("boundary", keys)
@@ -190,6 +195,7 @@ class Stage:
     def begin(self, *, training: bool) -> None:
         """Start a step."""
         self._held.clear()
+        self.unsplit.clear()
         self._count_buffers()
         for module, trains in self._trains.items():
             module.training = training and trains

@@ -63,8 +63,16 @@ def assemble(
     events = [event for result in results for event in result.events]
     start = Trace(tuple(events), source, schedule).start_ms
     shifted = [e._replace(start_ms=e.start_ms - start, end_ms=e.end_ms - start) for e in events]
+    unsplit = {
+        (stage, name) for result in results for stage, names in result.unsplit.items() for name in names
+    }
     trace = Trace(
-        tuple(sorted(shifted, key=lambda e: (e.start_ms, e.rank))), source, schedule, device, overran
+        tuple(sorted(shifted, key=lambda e: (e.start_ms, e.rank))),
+        source,
+        schedule,
+        device,
+        overran,
+        tuple(sorted(unsplit)),
     )
     rows = tuple(row._replace(time_ms=row.time_ms - start) for result in results for row in result.memory)
     return Run(

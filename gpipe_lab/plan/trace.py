@@ -66,6 +66,18 @@ class Trace:
     schedule: Schedule | None = None
     device: str = ""
     overran: int = 0  # operations of a paced run that took longer than their pace
+    unsplit: tuple[tuple[int, str], ...] = ()  # (stage, weight) whose gradient I computed, not W
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the events alone do not say, in words: at which stages, and why, a backward was not split."""
+        names = {stage: ", ".join(n for s, n in self.unsplit if s == stage) for stage, _ in self.unsplit}
+        return tuple(
+            f"Stage {stage}: I did the full backward of {weights}, and W added nothing to it. No linear layer or "
+            "convolution of torch's takes that weight as it is: it goes through a function of its own, a compiled "
+            "layer, or a computation."
+            for stage, weights in sorted(names.items())
+        )
 
     @classmethod
     def laid_out(cls, layout: Layout, source: str, schedule: Schedule) -> Trace:

@@ -262,12 +262,20 @@ def _facts(trace: Trace, unit: str) -> str:
             f"bubble {percent(bubble)}",
             f"useful {percent(useful)}" if abs(1 - bubble - useful) > 1e-9 else "",
             f"{trace.overran} operations overran their pace" if trace.overran else "",
+            _unsplit(trace),
         ]
     )
+
+
+def _unsplit(trace: Trace) -> str:
+    """At which stages a backward was not split; `trace.notes` says why."""
+    stages = sorted({stage for stage, _ in trace.unsplit})
+    return f"not split: stage {', '.join(map(str, stages))}" if stages else ""
 
 
 def _describe(trace: Trace, names: Sequence[str], headline: str, facts: str) -> str:
     shares = zip(names, busy_shares(trace), strict=True)
     busy = ", ".join(f"{name} {percent(share)}" for name, share in shares)
     told = join([headline, "" if what(trace) in headline else what(trace), facts])
-    return f"Gantt chart. {told.replace(' · ', '; ')}. Busy: {busy}. "
+    notes = "".join(f"{note} " for note in trace.notes)
+    return f"Gantt chart. {told.replace(' · ', '; ')}. Busy: {busy}. {notes}"

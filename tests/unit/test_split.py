@@ -88,6 +88,73 @@ def test_gradients_and_flops_are_those_of_the_whole_backward(name):
     assert stage.ledger.totals["deferred"] == stage.ledger.totals["saved"] == 0
 
 
+class Doubles(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient @ weight.t(), x.t() @ gradient
+
+
+class OwnFunction(ByHand):
+    def forward(self, x):
+        return Doubles.apply(x, self.weight)
+
+
+UNSPLIT = {
+    "linear": set(),
+    "attention": set(),
+    "conv1d": set(),
+    "norms": set(),
+    "no weights": set(),
+    "by hand": {"0.weight"},
+    "computed weight": {"0.weight"},
+    "conv2d, padding by name": {"0.weight"},
+    "multihead attention": {"0.self_attn.in_proj_weight", "0.self_attn.out_proj.weight"},
+}
+
+
+def whole_names(layers, x, *, segments=None, repeats=1):
+    """The weights of `layers` whose gradients a split backward did not put off."""
+    stage = Stage(0, layers, 0, CpuDevice(), Ledger(0))
+    for _ in range(repeats):
+        stage.begin(training=True)
+        stage.layers.zero_grad()  # as the engine does: earlier steps' gradients are set aside
+        for m in range(2):
+            output = stage.forward(m, x, [True], StepContext(), segments=segments, defer_weights=True)
+            if segments is not None:
+                stage.recompute(m, 0)
+            stage.backward(m, 0, [torch.ones_like(output.tree)])
+            stage.backward_weight(m)
+    names = {id(p): name for name, p in stage.layers.named_parameters()}
+    return {names[id(weight)] for weight in stage.unsplit}
+
+
+@pytest.mark.parametrize("name", UNSPLIT)
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_what_is_not_split_is_known(name, checkpointed):
+    layers, shape = CASES[name]
+    segments = [range(len(layers))] if checkpointed else None
+    layers = [layer.double() for layer in layers]
+    x = torch.randn(shape, dtype=torch.float64)
+    for repeats in (1, 2):
+        assert whole_names(layers, x, segments=segments, repeats=repeats) == UNSPLIT[name]
+
+
+def test_a_function_of_ones_own_is_not_split():
+    assert whole_names([OwnFunction(6), nn.Linear(6, 6)], torch.randn(5, 6)) == {"0.weight"}
+
+
+def test_ties_within_a_stage_are_split():
+    first, second = nn.Linear(6, 6), nn.Linear(6, 6)
+    second.weight = first.weight
+    assert whole_names([first, second], torch.randn(5, 6)) == set()
+
+
 def test_the_first_part_leaves_half_of_a_linear_layer_to_the_second():
     stage = Stage(0, [nn.Linear(8, 8)], 0, CpuDevice(), Ledger(0))
     x = torch.randn(4, 8)

@@ -211,3 +211,15 @@ def test_messages_that_overlap_get_threads_of_their_own():
 
 def test_chrome_export_takes_a_string_path(tmp_path):
     assert gl.simulate(gl.gpipe(1, 1)).to_chrome(str(tmp_path / "t.json")).exists()
+
+
+def test_notes_say_which_backwards_were_not_split():
+    from dataclasses import replace
+
+    trace = gl.simulate(gl.zero_bubble_h1(3, 4))
+    assert trace.notes == trace.unsplit == ()
+    measured = replace(trace, unsplit=((0, "0.weight"), (2, "4.a"), (2, "5.b")))
+    first, second = measured.notes
+    assert first.startswith("Stage 0:") and "0.weight" in first
+    assert second.startswith("Stage 2:") and "4.a, 5.b" in second
+    assert all("I did the full backward" in note and "W added nothing" in note for note in measured.notes)

@@ -394,3 +394,11 @@ def test_the_delay_of_simulated_messages_is_not_taken_for_computation():
     explained = explain_error(slow, quick)
     assert explained.parts_ms["computation"] == explained.parts_ms["imbalance"] == 0
     assert explained.parts_ms["communication and launch"] == slow.makespan_ms - quick.makespan_ms > 0
+
+
+def test_a_backward_that_was_not_split_is_said():
+    trace = run_like(gl.zero_bubble_h1(3, 4))
+    words = alt_text(plot_trace(trace))
+    assert "not split" not in words
+    words = alt_text(plot_trace(replace(trace, unsplit=((1, "2.weight"),))))
+    assert "not split: stage 1" in words and "2.weight" in words
