@@ -66,6 +66,7 @@ _LAZY: dict[str, str] = {
         "gpipe_lab.course",
     ),
     **dict.fromkeys(("plot_overlay", "plot_schedule", "plot_trace"), "gpipe_lab.view.gantt"),
+    "plot_waiting": "gpipe_lab.view.waiting",
     **dict.fromkeys(("plot_in_flight", "plot_memory"), "gpipe_lab.view.memory"),
     **dict.fromkeys(("alt_text", "show"), "gpipe_lab.view.picture"),
     **dict.fromkeys(("explain_error", "summary_table"), "gpipe_lab.view.tables"),
