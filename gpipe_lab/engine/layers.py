@@ -61,6 +61,20 @@ class Head(nn.Module):
         return self.scores(self.norm(x))
 
 
+class Cast(nn.Module):
+    """Change the dtype of what passes; its gradient goes back in the dtype that came in.
+
+    As the last layer of a stage it decides in which dtype activations and their gradients cross the boundary.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(self.dtype)
+
+
 def gpt(
     num_blocks: int,
     *,

@@ -7,6 +7,7 @@ import linecache
 import re
 import sys
 import threading
+from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -14,6 +15,9 @@ from ..exercise import Answer, Mismatch, NotDone
 
 LIMIT_S = 10.0  # a step takes milliseconds; one that hangs is stopped after this
 WIDTH = 8
+
+
+Job = Callable[..., tuple[float | None, dict[str, Any]]]
 
 
 class Outcome(NamedTuple):
@@ -25,22 +29,28 @@ class Outcome(NamedTuple):
 
 
 @lru_cache(maxsize=16)  # a check wraps the answer anew, so nothing is remembered from check to check
-def outcome(answer: Answer, P: int, rows: int, M: int) -> Outcome:
-    """One step of the answer on P ranks, stopped where it hangs."""
+def outcome(
+    answer: Answer, P: int, rows: int, M: int, *, job: Job | None = None, limit_s: float | None = None
+) -> Outcome:
+    """One step of the answer on P ranks, stopped where it hangs.
+
+    job: what runs the answer on a rank; limit_s: after how many seconds it hangs.
+    """
     from ...lab.failures import RankFailed
     from ...lab.lab import Lab
 
     own = inspect.unwrap(answer)
     plain = own.func if isinstance(own, partial) else own
     file = getattr(getattr(plain, "__code__", None), "co_filename", "")
+    limit_s = LIMIT_S if limit_s is None else limit_s
     places: dict[int, int] = {}  # rank -> the line of the answer at which it hangs
     with Lab(P, device="cpu") as lab:
         try:
             replies = lab.call(
-                run_on_a_rank,
-                [(own, file, rows, M, LIMIT_S)] * P,
+                job or run_on_a_rank,
+                [(own, file, rows, M, limit_s)] * P,
                 on_message=places.__setitem__,
-                timeout=LIMIT_S,
+                timeout=limit_s,
             )
         except RankFailed as error:
             if isinstance(error.__cause__, NotImplementedError):
@@ -51,7 +61,7 @@ def outcome(answer: Answer, P: int, rows: int, M: int) -> Outcome:
             return Outcome([], [], Mismatch("an end on every rank", got, detail))
         except TimeoutError:
             detail = "\n".join(_place(rank, "waits", file, places[rank]) for rank in sorted(places))
-            got = f"none after {LIMIT_S:g} s"
+            got = f"none after {limit_s:g} s"
             return Outcome([], [], Mismatch("an end on every rank", got, detail))
     return Outcome([loss for loss, _ in replies], [gradients for _, gradients in replies])
 
