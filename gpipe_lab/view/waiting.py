@@ -12,6 +12,7 @@ from .picture import Picture, Sheet
 from .style import ALARM, FAINT, INK, KINDS, PAPER, SOFT, Look, join, look
 
 MOST_OPS = 24  # in a row, so that their names can be read
+FEWEST_OPS = 8  # that a row has room for
 
 RAN = Look("sent or received", "#d9dbde", "#85898f")
 HELD_UP = Look("not reached, or posted and not begun", PAPER, "#85898f", "..")
@@ -70,7 +71,7 @@ def _subtitle(schedule: Schedule, walked: Walk) -> str:
 
 
 def _dress(axes: Axes, rows: list[tuple[Op, ...]]) -> None:
-    axes.set_xlim(0, max(map(len, rows)))
+    axes.set_xlim(0, max(FEWEST_OPS, *map(len, rows)))
     axes.set_ylim(len(rows) - 0.45, -0.55)
     axes.set_xticks([])
     axes.set_yticks(range(len(rows)), [f"rank {rank}" for rank in range(len(rows))])
@@ -105,13 +106,16 @@ def _draw_op(
 
 
 def _draw_arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> None:
-    """From an operation to the one that it waits for: down on the right, up on the left."""
-    way = 1 if end[1] > start[1] else -1
+    """From an operation to the one that it waits for: down on the right, up on the left, or along its row."""
     (x, row), (to_x, to_row) = start, end
+    way = 1 if (to_row, to_x) > (row, x) else -1
+    if row == to_row:
+        ends = (x + 0.4 * way, row), (to_x - 0.4 * way, row)
+    else:
+        ends = (x + 0.2 * way, row + way * HEIGHT / 2), (to_x + 0.2 * way, to_row - way * HEIGHT / 2)
     axes.add_patch(
         FancyArrowPatch(
-            (x + 0.2 * way, row + way * HEIGHT / 2),
-            (to_x + 0.2 * way, to_row - way * HEIGHT / 2),
+            *ends,
             arrowstyle="-|>",
             shrinkA=0,
             shrinkB=0,

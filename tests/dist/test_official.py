@@ -1,0 +1,49 @@
+"""Chapter 09's exercise on real ranks, and torch's listings."""
+
+from __future__ import annotations
+
+import pytest
+
+import gpipe_lab as gl
+from gpipe_lab.course import check
+from gpipe_lab.course.exercises.ch09 import PORT
+from gpipe_lab.course.official import torch_listing
+
+pytestmark = pytest.mark.dist
+
+
+def test_solution_passes():
+    result = check("09-port", PORT.solution)
+    assert result, repr(result)
+
+
+def test_starter_is_not_done():
+    assert check("09-port", PORT.starter).status == "not done yet"
+
+
+@pytest.mark.parametrize(
+    ("mutant", "said"),
+    [
+        ("gradients not scaled", "4 × as large"),
+        ("losses added up", "the batch's loss"),
+        ("stepped twice", "1.25 × as large"),
+        ("stages numbered from the end", "an end on every rank"),
+    ],
+)
+def test_mutant_fails(mutant, said):
+    result = check("09-port", PORT.mutants[mutant])
+    assert result.status == "failed"
+    assert said in repr(result)
+
+
+def test_every_mutant_is_tried():
+    assert len(PORT.mutants) == 4
+
+
+def test_torch_lists_its_schedules_without_a_process():
+    assert gl.from_csv(torch_listing("GPipe", 3, 4)).ops == gl.gpipe(3, 4, backward="fifo").ops
+    assert gl.from_csv(torch_listing("Interleaved1F1B", 2, 4, 2)).ops == gl.interleaved(2, 4, 2).ops
+    with pytest.raises(gl.ScheduleError, match="no 1F0, but 1F2"):
+        gl.from_csv(torch_listing("1F1B", 2, 2))
+    with pytest.raises(gl.InputError, match="one stage a rank"):
+        torch_listing("GPipe", 2, 4, 2)
