@@ -52,6 +52,8 @@ def _stage(index: int, num_stages: int, num_ranks: int) -> Any:
         def _not_run(self, *args: Any) -> Any:
             raise NotImplementedError("this stage is for listing a schedule")
 
-        _create_grad_recv_info = _prepare_forward_infra = _prepare_backward_infra = _not_run
+        _create_grad_recv_info = _not_run  # type: ignore[assignment]
+        _prepare_forward_infra = _not_run  # type: ignore[assignment]
+        _prepare_backward_infra = _not_run  # type: ignore[assignment]
 
     return Stage()

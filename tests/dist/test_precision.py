@@ -45,6 +45,23 @@ def test_autocast_halves_the_bytes_between_stages(lab_of):
     assert half.bytes_sent == {link: size // 2 for link, size in full.bytes_sent.items()}
 
 
+def test_a_cast_decides_what_crosses_where_autocast_leaves_float32(lab_of):
+    """A residual stream stays float32 under autocast; with a Cast at its end a stage sends bf16, both ways."""
+    from gpipe_lab.engine.layers import Block, Cast
+
+    torch.manual_seed(0)
+    blocks = [Block(16, 2), Block(16, 2)]
+    x = torch.randn(4, 3, 16)
+    half = {"loss_fn": F.mse_loss, "autocast": torch.bfloat16, "warmup": False}
+    plain = lab_of(2).run(gl.gpipe(2, 2), nn.Sequential(*blocks), x, x, **half)
+    model = nn.Sequential(blocks[0], Cast(torch.bfloat16), blocks[1])
+    run = lab_of(2).run(gl.gpipe(2, 2), model, x, x, partition=[2, 1], **half)
+    assert plain.bytes_sent == {(0, 1): 4 * 3 * 16 * 4, (1, 0): 4 * 3 * 16 * 4}
+    assert run.bytes_sent == {link: size // 2 for link, size in plain.bytes_sent.items()}
+    assert {g.dtype for g in run.gradients().values()} == {torch.float32}
+    assert run.loss == pytest.approx(plain.loss, rel=0.05)
+
+
 def test_gradients_of_bf16_weights_are_summed_in_float32(lab_of):
     """Over 64 micro-batches, rounding once is closer to the truth than rounding 64 times."""
     x, y = (t.bfloat16() for t in make_batch(64))
