@@ -6,8 +6,9 @@ from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from ..plan.ops import COMPUTE, TRANSFERS, Op
-from ..plan.schedule import Schedule, Walk, walk
+from ..plan.schedule import Schedule
 from ..plan.validate import waiting_cycle
+from ..plan.walk import Walk
 from .picture import Picture, Sheet
 from .style import ALARM, FAINT, INK, KINDS, PAPER, SOFT, Look, join, look
 
@@ -27,7 +28,7 @@ def plot_waiting(schedule: Schedule, *, title: str | None = None) -> Picture:
     each other in a circle are outlined, with an arrow from each to the one that it waits for. It is the
     circle that `validate` names. The horizontal axis is the order on each rank, not time.
     """
-    walked = walk(schedule, duration=lambda op: 1.0)
+    walked = schedule.walked
     circle = waiting_cycle(schedule, walked) if walked.is_stuck else []
     shown = [row[:MOST_OPS] for row in schedule.ops]
     kinds = {op.kind for row in shown for op in row if op.kind in COMPUTE}
@@ -46,7 +47,7 @@ def plot_waiting(schedule: Schedule, *, title: str | None = None) -> Picture:
         )
         (axes,) = sheet.axes
         _dress(axes, shown)
-        done = {placed.op for placed in walked.events}
+        done = set(walked.ops)
         for rank, row in enumerate(shown):
             for place, op in enumerate(row):
                 _draw_op(axes, op, place, rank, schedule, ran=op in done, circled=op in circle)
@@ -63,7 +64,7 @@ def _subtitle(schedule: Schedule, walked: Walk) -> str:
     return join(
         [
             f"P = {schedule.num_stages}, M = {schedule.num_microbatches}",
-            f"{len(walked.events)} of {total} operations run",
+            f"{len(walked.ops)} of {total} operations run",
             "left to right: each rank's own order, not time",
             f"the first {MOST_OPS} of a row" if max(map(len, schedule.ops)) > MOST_OPS else "",
         ]
@@ -131,7 +132,7 @@ def _describe(schedule: Schedule, walked: Walk, circle: list[Op]) -> str:
     total = sum(len(row) for row in schedule.ops)
     start = (
         f"Each rank's operations in program order. {schedule.name}, P = {schedule.num_stages}, "
-        f"M = {schedule.num_microbatches}; {len(walked.events)} of {total} operations run. "
+        f"M = {schedule.num_microbatches}; {len(walked.ops)} of {total} operations run. "
     )
     if not circle:
         return start + "Every rank ends."
