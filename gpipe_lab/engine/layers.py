@@ -27,7 +27,7 @@ class Block(nn.Module):
 
     def __init__(self, width: int, num_heads: int, dropout: float = 0.0) -> None:
         super().__init__()
-        self.num_heads = num_heads
+        self.head_size = width // num_heads
         self.dropout = dropout
         self.norm_1 = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
@@ -37,12 +37,12 @@ class Block(nn.Module):
         self.contract = nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows, length, width = x.shape
-        heads = (rows, length, 3, self.num_heads, width // self.num_heads)
+        rows, length, _ = x.shape
+        heads = (rows, length, 3, -1, self.head_size)  # -1: all heads, or a rank's share of them
         q, k, v = self.qkv(self.norm_1(x)).view(heads).permute(2, 0, 3, 1, 4)
         drop = self.dropout if self.training else 0.0
         attended = F.scaled_dot_product_attention(q, k, v, dropout_p=drop, is_causal=True)
-        x = x + self._drop(self.project(attended.transpose(1, 2).reshape(rows, length, width)))
+        x = x + self._drop(self.project(attended.transpose(1, 2).reshape(rows, length, -1)))
         return x + self._drop(self.contract(F.gelu(self.expand(self.norm_2(x)))))
 
     def _drop(self, x: torch.Tensor) -> torch.Tensor:
