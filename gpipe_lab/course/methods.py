@@ -44,7 +44,8 @@ def fully_sharded(model: nn.Sequential, mesh: DeviceMesh) -> nn.Module:
     """Every rank keeps 1/N of each layer's parameters, and gathers a layer when its turn comes."""
     for layer in model:
         fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
 
 
 def tensor_parallel(model: nn.Sequential, mesh: DeviceMesh) -> nn.Module:
