@@ -81,6 +81,7 @@ _LAZY: dict[str, str] = {
     **dict.fromkeys(("plot_race", "race_table"), "gpipe_lab.view.race"),
     "state_in_words": "gpipe_lab.view.moment",
     "plot_bubble_curve": "gpipe_lab.view.curves",
+    **dict.fromkeys(("Calculator", "share_table"), "gpipe_lab.view.calculator"),
     "plot_cut": "gpipe_lab.view.cut",
     "plot_lines": "gpipe_lab.view.lines",
     "plot_mesh": "gpipe_lab.view.mesh",

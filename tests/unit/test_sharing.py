@@ -1,0 +1,90 @@
+"""The calculator: what one rank holds and sends, by method."""
+
+from typing import NamedTuple
+
+import pytest
+
+import gpipe_lab as gl
+from gpipe_lab.course.exercises import ch01
+from gpipe_lab.plan.sharing import METHODS, share
+
+
+class Shape(NamedTuple):
+    """Blocks of 12h² parameters, 34·s·b·h bytes each with fused attention (Korthikanti et al. 2022)."""
+
+    layers: int = 32
+    hidden: int = 4096
+    heads: int = 32
+    sequence: int = 32768
+
+    @property
+    def parameters(self):
+        return 12 * self.layers * self.hidden**2
+
+    def layer_saved_bytes(self, microbatch_size, *, fused_attention=True):
+        scores = 0 if fused_attention else 5 * self.heads * self.sequence**2
+        return microbatch_size * (34 * self.sequence * self.hidden + scores)
+
+    def boundary_bytes(self, microbatch_size):
+        return 2 * microbatch_size * self.sequence * self.hidden
+
+
+MODEL = Shape()
+
+
+def test_activations_of_a_7b_at_32k_tokens():
+    assert share(MODEL, "one device", 1).activations == pytest.approx(146e9, rel=0.001)
+    whole = share(MODEL, "one device", 1, fused_attention=False)
+    assert whole.activations == pytest.approx(5.64e12, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("method", "stage"), [("data parallel", 0), ("ZeRO-1", 1), ("ZeRO-2", 2), ("fully sharded", 3)]
+)
+@pytest.mark.parametrize("num_ranks", [1, 2, 64])
+def test_zero_cuts_one_more_at_each_stage(method, stage, num_ranks):
+    found = share(MODEL, method, num_ranks)
+    state = found.parameters + found.gradients + found.optimizer
+    assert state == pytest.approx(ch01.state_solution(MODEL.parameters, num_ranks, stage))
+    assert found.activations == share(MODEL, "one device", 1).activations  # whole
+
+
+@pytest.mark.parametrize(
+    ("method", "name"), [("data parallel", "data"), ("tensor parallel", "tensor"), ("pipeline", "pipeline")]
+)
+def test_bytes_sent_are_those_of_the_exercise(method, name):
+    sent = share(MODEL, method, 8).sent
+    assert sent == pytest.approx(ch01.solution(name, MODEL.layers, MODEL.hidden, MODEL.sequence, 8))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_one_rank_is_one_device(method):
+    assert share(MODEL, method, 1)._replace(method="") == share(MODEL, "one device", 1)._replace(method="")
+
+
+def test_only_cuts_of_the_model_shrink_everything():
+    one = share(MODEL, "one device", 1)
+    for method in ("tensor parallel", "pipeline"):
+        assert share(MODEL, method, 4).held == pytest.approx(one.held / 4)
+
+
+def test_a_table_says_what_fits():
+    table = gl.share_table(MODEL, 8, card_gb=80)
+    assert list(table.index) == list(METHODS)
+    assert table.loc["pipeline", "fits 80 GB"] == "yes" and table.loc["fully sharded", "fits 80 GB"] == "no"
+
+
+def test_the_calculator_follows_its_controls():
+    calculator = gl.Calculator({"a": MODEL, "b": Shape(layers=1)}, "a")
+    before = calculator.table.value
+    calculator.model.value = "b"
+    assert calculator.table.value != before
+    calculator.num_ranks.value = 1
+    assert calculator.frame().loc["pipeline"].equals(calculator.frame().loc["one device"])
+
+
+def test_misfits_are_refused():
+    with pytest.raises(gl.InputError, match="a method is one of"):
+        share(MODEL, "magic", 2)
+    with pytest.raises(gl.InputError, match="num_ranks"):
+        share(MODEL, "pipeline", 0)
