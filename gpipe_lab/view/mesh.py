@@ -7,7 +7,7 @@ from matplotlib.patches import Rectangle
 
 from ..plan.mesh import groups, place_of
 from .picture import Picture, Sheet
-from .style import INK, SOFT, Line, Look, look
+from .style import INK, SOFT, Key, Line, Look, look
 
 # Each kind of group differs in colour, hatch and place: lines down, arrows across, frames around.
 STAGE = Look("a rank", "#d6e8f5", "#0072B2")
@@ -32,7 +32,7 @@ def plot_mesh(
     """
     D, P, T = num_replicas, num_stages, tensor_parallel
     found = groups(D, P, T)
-    keys = [STAGE, *([FIRST_OF_NODE] if ranks_per_node else []), *([TENSOR] if T > 1 else [])]
+    keys: list[Key] = [STAGE, *([FIRST_OF_NODE] if ranks_per_node else []), *([TENSOR] if T > 1 else [])]
     keys += [PIPELINE] * (P > 1) + [DATA] * (D > 1)
     with look():
         sheet = Sheet(
