@@ -1,6 +1,8 @@
 """torch's own ways to share a model: right gradients, bytes as the formulas say, and what a rank holds."""
 
+import csv
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,8 @@ import gpipe_lab as gl
 from gpipe_lab.course.bytes_by_method import FORMULAS, boundary_bytes, measure, parameter_bytes
 from gpipe_lab.course.collectives import Collective, CountCollectives, ring_bytes, wire_bytes_sent
 from gpipe_lab.course.methods import step_of_method
+
+RECORD = Path(__file__).parents[2] / "data/runs/bytes_by_method.csv"
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +67,9 @@ def test_bytes_of_a_step(lab_of):
     for row in found.values():
         assert row.counted == row.predicted
     assert found["pipeline"].predicted == 2 * boundary_bytes(8)
+    recorded = csv.DictReader(RECORD.read_text(encoding="utf-8").splitlines()[1:])
+    counts = {line["method"]: (line["calls"], float(line["counted"])) for line in recorded}
+    assert counts == {name: (row.calls, row.counted) for name, row in found.items()}, "measure it anew"
     # On the wire there are headers as well, and gloo's reduce-scatter is an all-reduce.
     gloo = dict.fromkeys(found, 1.0) | {"fully sharded": 4 / 3}
     for name, row in found.items():
