@@ -10,6 +10,7 @@ from typing import Any
 
 from .plan.bubble import take_apart
 from .plan.critical_path import critical_path
+from .plan.dualpipe import dualpipe_v
 from .plan.errors import InputError, ScheduleError
 from .plan.interleaved import interleaved
 from .plan.lowering import lower
@@ -118,6 +119,7 @@ __all__ = [
     "costs_of",
     "critical_path",
     "dependencies",
+    "dualpipe_v",
     "forward_only",
     "from_csv",
     "gpipe",

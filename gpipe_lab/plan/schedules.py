@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from .build import alternate, build, check_counts, each, loop_placement
+from .dualpipe import dualpipe_v
 from .errors import require
 from .interleaved import interleaved
 from .ops import Kind, Op
@@ -81,4 +82,5 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "zero_bubble_h1": zero_bubble_h1,
     "zero_bubble_h2": zero_bubble_h2,
     "zero_bubble_v": zero_bubble_v,
+    "dualpipe_v": dualpipe_v,
 }

@@ -12,7 +12,7 @@ from gpipe_lab.engine.microbatch import microbatch_sizes
 from gpipe_lab.engine.seeding import layer_seed
 
 SCHEDULES = [gl.naive, gl.gpipe, gl.one_f_one_b]
-SPLIT = [gl.zero_bubble_h1, gl.zero_bubble_h2, gl.zero_bubble_v]
+SPLIT = [gl.zero_bubble_h1, gl.zero_bubble_h2, gl.zero_bubble_v, gl.dualpipe_v]
 MODES = ["never", "always", "except_last", "every:2"]
 
 
