@@ -27,7 +27,7 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
     def row(rank: int) -> list[Op]:
         behind = num_ranks - 1 - rank
         turns = "bB" * (rank + 1)
-        pattern = [  # capitals: the stage on the way down; small letters: the one on the way up; W: the oldest
+        pattern = [  # capitals: the stage on the way down, small letters: up; W: the oldest put off
             "F" * (2 * behind),
             "Ff" * (rank + 1),
             "iWf" * behind,
