@@ -83,8 +83,7 @@ class Race:
                 "measured, paced (ms)": run.trace.makespan_ms,
                 "bubble (%)": 100 * run.trace.bubble_fraction,
                 "in flight": held_at_the_peak(schedule),
-                "saved (KiB)": max(run.memory.peak_bytes(rank, ("saved", "deferred")) for rank in ranks)
-                / 1024,
+                "kept (KiB)": max(run.memory.peak_bytes(rank, KEPT) for rank in ranks) / 1024,
                 "messages": len(messages(run.trace)),
                 "split": "yes" if any(op.kind is Kind.W for op in schedule.rank_of) else "no",
             }
