@@ -21,6 +21,7 @@ class _Entry(torch.autograd.Function):
         ctx: Any, anchor: torch.Tensor, entry: Entry, inputs: list[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
         ctx.entry = entry
+        ctx.set_materialize_grads(False)
         return tuple(t.data for t in inputs)  # .data: an alias that autograd does not take for a view
 
     @staticmethod
@@ -30,13 +31,14 @@ class _Entry(torch.autograd.Function):
 
 
 class Entry:
-    """The gradients of those input tensors that need one: zeros unless the backward gives others."""
+    """The gradients of those input tensors that need one; None where the backward comes to none."""
 
     def __init__(self, inputs: list[torch.Tensor]) -> None:
         self._like = [(t.shape, t.dtype, t.device) for t in inputs]
         self.gradients: list[torch.Tensor | None] = [None] * len(inputs)
 
-    def filled(self) -> list[torch.Tensor]:
+    def filled(self) -> list[torch.Tensor | None]:
+        """With zeros for None: a micro-batch whose loss does not count gives gradients, all of them zero."""
         return [
             torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
             for gradient, (shape, dtype, device) in zip(self.gradients, self._like, strict=True)

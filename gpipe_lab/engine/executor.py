@@ -126,7 +126,7 @@ class Executor:
         self.job = job
         signatures = [f"{signature} {job.step.gradients}" for signature in job.signatures]
         mine = {op.microbatch for op in job.schedule.ops[self.rank]}
-        is_agreeing = self.agreements.bring_news([signatures[m] for m in mine])
+        is_agreeing = self.agreements.bring_news([signatures[m] for m in mine]) or self.agreements.is_open
         self.schedule = job.first_schedule if is_agreeing else job.schedule
         self.tracer = Tracer(self.rank, self.device)
         self.mailbox = Mailbox(

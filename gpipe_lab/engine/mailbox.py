@@ -44,6 +44,17 @@ class Agreements:
     def __init__(self) -> None:
         self.metas: dict[tuple[Kind, int, str], MessageMeta] = {}
         self.seen: set[str] = set()
+        self.is_open = False  # whether some boundary's gradients are told of with each message
+
+    def settle(self, key: tuple[Kind, int, str], meta: MessageMeta) -> None:
+        """Agree on what messages of this kind look like.
+
+        Absent gradients settle nothing: where control flow hangs on data, the next micro-batch may have them.
+        """
+        if key[0] is Kind.SEND_B and None in meta.leaves:
+            self.is_open = True
+        else:
+            self.metas[key] = meta
 
     def bring_news(self, signatures: Sequence[str]) -> bool:
         """Whether a step has inputs of a kind not seen before; they are from now on."""
@@ -84,12 +95,11 @@ class Mailbox:
         """Make a send's message ready, within the operation whose result it is: it can then leave at once."""
         if op.kind is Kind.SEND_B and not value.tree:
             return  # nothing at this boundary needs a gradient, and the other end knows
-        message = pack(
-            value.tree,
-            needs_gradient=value.needs_gradient,
-            where=_Place(op, self.rank),
-            agreed=self.agreements.metas.get(self._routes[op].key),
-        )
+        agreed = self.agreements.metas.get(self._routes[op].key)
+        if agreed is not None and op.kind is Kind.SEND_B and any(g is None for g in value.tree):
+            value.tree = agreed.with_zeros(value.tree, self.tracer.device.torch_device)
+        place = _Place(op, self.rank)
+        message = pack(value.tree, needs_gradient=value.needs_gradient, where=place, agreed=agreed)
         self._outgoing[op] = message, self.ledger.hold(_outgoing(op), message.tensors)
 
     def send(self, op: Op) -> None:
@@ -99,7 +109,7 @@ class Mailbox:
         message, keys = self._outgoing.pop(op)
         to, tag, key = self._routes[op]
         if key not in self.agreements.metas:
-            self.agreements.metas[key] = message.meta
+            self.agreements.settle(key, message.meta)
             self.links.send_meta(message.meta, to, tag)
         self.links.send(op, message, to, tag).held = keys
         link = (self.rank, to)
@@ -110,10 +120,11 @@ class Mailbox:
         if op.kind is Kind.RECV_B and not self._expects_gradients(op):
             return
         source, tag, key = self._routes[op]
-        if key not in self.agreements.metas:
+        meta = self.agreements.metas.get(key)
+        if meta is None:
             self.board.mark(op, waits=True)
-            self.agreements.metas[key] = self.links.receive_meta(source, tag)
-        meta = self.agreements.metas[key]
+            meta = self.links.receive_meta(source, tag)
+            self.agreements.settle(key, meta)
         incoming = self.links.receive(meta, source, tag)
         self._incoming[op] = incoming, meta, self.ledger.hold("communication", incoming.tensors)
 

@@ -43,6 +43,13 @@ class MessageMeta:
         """For each tensor, whether it needs a gradient."""
         return [tensor.needs_gradient for tensor in self.tensors]
 
+    def with_zeros(self, gradients: list[torch.Tensor | None], device: torch.device) -> list[torch.Tensor]:
+        """A list of gradients with zeros for those that are absent though the receiver expects them."""
+        return [
+            meta.empty(device).zero_() if gradient is None else gradient
+            for gradient, meta in zip(gradients, self.tensors, strict=True)
+        ]
+
     def assemble(self, tensors: list[torch.Tensor]) -> Tree:
         if self.spec.container is None and tensors:
             return tensors[0]

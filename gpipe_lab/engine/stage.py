@@ -69,7 +69,7 @@ class Held:
     graphs: dict[int, Graph] = field(default_factory=dict)
     boundaries: dict[int, tuple[Tree, list[int]]] = field(default_factory=dict)
     earlier_buffers: dict[int, Buffers] = field(default_factory=dict)
-    gradients: list[torch.Tensor] = field(default_factory=list)  # of the segment whose backward ran last
+    gradients: list[torch.Tensor | None] = field(default_factory=list)  # of the segment that ran last
 
 
 @dataclass(frozen=True)
@@ -154,13 +154,14 @@ class Stage:
         self.statistics.recomputing = False
 
     def backward(
-        self, microbatch: int, segment: int = 0, gradients: list[torch.Tensor] | None = None
-    ) -> list[torch.Tensor]:
+        self, microbatch: int, segment: int = 0, gradients: list[torch.Tensor | None] | None = None
+    ) -> list[torch.Tensor | None]:
         """Run one segment's backward; gradients of weights accumulate in `.grad`.
 
         gradients has one entry per output tensor that needs one, for the segment that runs first; the
         others go on from there, and the last stage starts from its loss. Returns the gradients of the
-        input tensors that need one.
+        input tensors that need one. A gradient is None, there and here, where no differentiable way leads
+        from the tensor to the loss: whatever depends on it alone then has none, as in one process.
         """
         held = self._held[microbatch]
         graph = held.graphs.pop(segment)
@@ -171,15 +172,17 @@ class Stage:
                 assert held.objective is not None
                 edges.append(edge)
                 given.append(torch.full((), held.objective.scale, dtype=takes, device=self._anchor.device))
-            elif incoming:  # a loss without weight gives no gradients
+            elif incoming and (gradient := incoming[takes]) is not None:  # [] from a loss that does not count
                 edges.append(edge)
-                given.append(incoming[takes])
+                given.append(gradient)
         without = [] if held.deferred is None else [w for w in self._products if w.grad is None]
         if edges:
             torch.autograd.backward(edges, given)
         if held.deferred is not None:
             self.unsplit |= {w for w in without if w.grad is not None} - held.deferred.weights()
-        held.gradients = [] if graph.entry is None else graph.entry.filled()
+        held.gradients = [] if graph.entry is None else graph.entry.gradients
+        if graph.entry is not None and held.objective is not None and held.objective.scale == 0.0:
+            held.gradients = graph.entry.filled()
         _, keys = held.boundaries.pop(segment, (None, []))
         self.ledger.release("boundary", keys)
         if segment == 0 and held.deferred is None:

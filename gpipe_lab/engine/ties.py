@@ -108,6 +108,10 @@ class Tied:
             group = _group(tie.holders, groups)
             if tie in self._parameters:
                 parameter = self._parameters[tie]
+                uses = torch.tensor([parameter.grad is not None], dtype=torch.int32)
+                dist.all_reduce(uses, group=group)
+                if not uses.item():  # frozen, or out of the loss's reach: as in one process it has none
+                    continue
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 host = gradient.cpu()
                 dist.all_reduce(host, group=group)
