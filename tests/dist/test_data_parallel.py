@@ -1,7 +1,6 @@
 """Replicas of a pipeline share a batch: gradients, loss, masks and statistics as in one process."""
 
 import functools
-import math
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gpipe_lab as gl
+from tests.comparing import distance
 
 ADAM = functools.partial(torch.optim.AdamW, lr=0.01)
 SHAPES = [(2, 2), (4, 2), (1, 3)]  # ranks of a pipeline, replicas
@@ -32,12 +32,6 @@ def whole_batch(model, x, y, loss_fn=F.mse_loss):
     loss = loss_fn(model(x), y)
     loss.backward()
     return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}
-
-
-def distance(gradients, reference):
-    assert set(gradients) == set(reference)
-    difference = math.sqrt(sum((gradients[n] - g).square().sum().item() for n, g in reference.items()))
-    return difference / math.sqrt(sum(g.square().sum().item() for g in reference.values()))
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -1,7 +1,5 @@
 """Every operation of a small grid, on every rank, failing in every way: named, and the next run works."""
 
-import os
-import signal
 import time
 
 import pytest
@@ -10,10 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import gpipe_lab as gl
+from tests.faults import TOLD, fail
 
 pytestmark = pytest.mark.slow
 
-FAULTS = ("exception", "exit", "kill", "hang")
 GRIDS = {
     "gpipe with recompute": (gl.gpipe(2, 1), "always"),
     "zero_bubble_h1": (gl.zero_bubble_h1(2, 1), "never"),
@@ -23,7 +21,7 @@ CASES = [
     for name, (schedule, mode) in GRIDS.items()
     for ops in gl.lower(gl.with_recompute(schedule, mode)).ops
     for op in ops
-    for fault in FAULTS
+    for fault in TOLD
     if name == "gpipe with recompute" or op.kind in (gl.Kind.I, gl.Kind.W)
 ]
 
@@ -33,21 +31,10 @@ def inject(context, target, fault):
     from gpipe_lab.engine.executor import Executor
     from gpipe_lab.engine.mailbox import Mailbox
 
-    def fail():
-        match fault:
-            case "exception":
-                raise ValueError("a fault on purpose")
-            case "exit":
-                os._exit(3)
-            case "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            case "hang":
-                time.sleep(3600)
-
     def wrapped(method):
         def run(self, op, *args):
             if op == target:
-                fail()
+                fail(fault)
             return method(self, op, *args)
 
         return run
@@ -79,5 +66,5 @@ def test_a_fault_anywhere_is_named_within_seconds(lab, grid, op, fault):
         run()
     assert time.monotonic() - began < 3
     assert caught.value.op == op
-    assert caught.value.rank == op.stage
+    assert caught.value.rank == op.stage and TOLD[fault] in str(caught.value)
     assert run().loss > 0

@@ -1,7 +1,5 @@
 """A rank that fails in the middle of a step: named, everyone stopped, and the next run works."""
 
-import os
-import signal
 import threading
 import time
 
@@ -11,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gpipe_lab as gl
+from tests.faults import TOLD, fail
 
 
 class Faulty(nn.Module):
@@ -23,17 +22,6 @@ class Faulty(nn.Module):
     def forward(self, x):
         return _Fail.apply(x, self)
 
-    def fail(self):
-        match self.fault:
-            case "exception":
-                raise ValueError("a fault on purpose")
-            case "exit":
-                os._exit(3)
-            case "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            case "hang":
-                time.sleep(3600)
-
 
 class _Fail(torch.autograd.Function):
     @staticmethod
@@ -41,13 +29,13 @@ class _Fail(torch.autograd.Function):
         ctx.layer = layer
         ctx.microbatch = int(x.detach()[0, 0])
         if not layer.in_backward and ctx.microbatch == layer.microbatch:
-            layer.fail()
+            fail(layer.fault)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, gradient):
         if ctx.layer.in_backward and ctx.microbatch == ctx.layer.microbatch:
-            ctx.layer.fail()
+            fail(ctx.layer.fault)
         return gradient, None
 
 
@@ -95,8 +83,7 @@ def test_a_failed_rank_is_named_and_the_next_run_works(lab, fault, rank, in_back
         assert caught.value.op == gl.Op(gl.Kind.B if in_backward else gl.Kind.F, rank, 2)
         text = str(caught.value)
         assert f"rank {rank}" in text and f"stage {rank}" in text and "micro-batch 2" in text
-        expected = {"exception": "a fault on purpose", "exit": "exit code 3", "kill": "SIGKILL"}
-        assert expected[fault] in text
+        assert TOLD[fault] in text
         run = lab.run(make(3, 4), make_model(None), x, y, loss_fn=F.mse_loss)
         assert run.loss > 0
 

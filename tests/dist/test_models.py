@@ -1,6 +1,5 @@
 """Models of many shapes: several outputs, skips, control flow, compiled layers, changing lengths."""
 
-import math
 
 import pytest
 import torch
@@ -8,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gpipe_lab as gl
+from tests.comparing import distance
 
 MODES = ["never", "always", "every:1"]
 
@@ -16,12 +16,6 @@ def reference(model, x, y, loss_fn=F.mse_loss):
     model.zero_grad()
     loss_fn(model(x), y).backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def distance(mine, theirs):
-    assert set(mine) == set(theirs)
-    difference = math.sqrt(sum((mine[n] - g).square().sum().item() for n, g in theirs.items()))
-    return difference / math.sqrt(sum(g.square().sum().item() for g in theirs.values()))
 
 
 class Fans(nn.Module):

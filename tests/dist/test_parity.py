@@ -1,6 +1,5 @@
 """Gradients and loss equal one process's, whatever the schedule, P, M and checkpoint mode."""
 
-import math
 
 import pytest
 import torch
@@ -8,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gpipe_lab as gl
+from tests.comparing import distance
 from gpipe_lab.engine.microbatch import microbatch_sizes
 from gpipe_lab.engine.seeding import layer_seed
 
@@ -43,13 +43,6 @@ def whole_batch(model, x, y, loss_fn=F.mse_loss):
     loss = loss_fn(model(x), y)
     loss.backward()
     return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}
-
-
-def distance(gradients, reference):
-    """The norm of the difference over the norm of the reference, over all parameters together."""
-    assert set(gradients) == set(reference)
-    difference = math.sqrt(sum((gradients[n] - g).square().sum().item() for n, g in reference.items()))
-    return difference / math.sqrt(sum(g.square().sum().item() for g in reference.values()))
 
 
 @pytest.mark.parametrize("make", SCHEDULES)

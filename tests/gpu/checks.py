@@ -3,7 +3,6 @@
 Each returns the figures it measured and raises where a rule is broken.
 """
 
-import math
 from itertools import pairwise
 
 import torch
@@ -11,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gpipe_lab as gl
+from tests.comparing import distance
 
 WIDTH = 256
 
@@ -24,11 +24,6 @@ def make_model(num_layers=8, dtype=torch.float64):
 def make_batch(rows=32, dtype=torch.float64):
     generator = torch.Generator().manual_seed(1)
     return tuple(torch.randn(rows, WIDTH, generator=generator, dtype=dtype) for _ in range(2))
-
-
-def distance(gradients, reference):
-    difference = math.sqrt(sum((gradients[n] - g).square().sum().item() for n, g in reference.items()))
-    return difference / math.sqrt(sum(g.square().sum().item() for g in reference.values()))
 
 
 def on_one_process(x, y):

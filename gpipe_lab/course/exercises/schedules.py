@@ -10,7 +10,7 @@ from ...plan.ops import Op
 from ...plan.schedule import Schedule
 from ...plan.schedules import SCHEDULES
 from ...plan.validate import validate
-from ..exercise import Mismatch
+from ..exercise import Answer, Mismatch, over
 
 
 def not_runnable(answer: object, *, P: int, M: int, any_placement: bool = False) -> Mismatch | None:
@@ -55,3 +55,9 @@ def is_built_in(schedule: Schedule) -> str | None:
         if (other.stage_to_rank, other.ops) == (schedule.stage_to_rank, schedule.ops):
             return name
     return None
+
+
+@over(P=range(1, 5), M=range(1, 7))
+def it_runs(answer: Answer, P: int, M: int) -> Mismatch | None:
+    """every stage runs every micro-batch forward and backward, in an order that can run"""
+    return not_runnable(answer(P, M), P=P, M=M)
