@@ -30,6 +30,7 @@ BACKWARD = frozenset({Kind.B, Kind.I, Kind.W})
 SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
 TRANSFERS = SENDS | RECEIVES
+ONCE_A_STEP = frozenset({Kind.REDUCE, Kind.STEP})
 
 _PATTERN = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE|STEP|[FBIWR])(\d+)(?:\.(\d+))?")
 

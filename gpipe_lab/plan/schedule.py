@@ -209,7 +209,24 @@ def dependencies(op: Op, schedule: Schedule) -> tuple[Op, ...]:
             return (input_gradient(stage, microbatch, schedule),)
         case Kind.RECV_F | Kind.RECV_B:
             return (peer(op),)
+        case Kind.REDUCE:
+            return _finished(op, schedule)
+        case Kind.STEP:
+            summed = Op(Kind.REDUCE, stage, microbatch)
+            return (*_finished(op, schedule), *((summed,) if summed in schedule.rank_of else ()))
     return ()
+
+
+def _finished(op: Op, schedule: Schedule) -> tuple[Op, ...]:
+    """What completes the gradients of a stage in a replica: the last part of each micro-batch's backward."""
+    first, count = first_of_replica(op.microbatch, schedule), schedule.microbatches_per_replica
+    weights = [Op(Kind.W, op.stage, m) for m in range(first, first + count)]
+    return tuple(w if w in schedule.rank_of else w._replace(kind=Kind.B) for w in weights)
+
+
+def first_of_replica(microbatch: int, schedule: Schedule) -> int:
+    """The first micro-batch of a replica: what stands for all of them, as a step does, carries its number."""
+    return microbatch - microbatch % schedule.microbatches_per_replica
 
 
 def _is_first(op: Op, schedule: Schedule) -> bool:

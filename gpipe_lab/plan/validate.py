@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 
 from .errors import ScheduleError
-from .ops import COMPUTE, TRANSFERS, Kind, Op, peer
-from .schedule import Schedule, send_of
+from .ops import COMPUTE, ONCE_A_STEP, TRANSFERS, Kind, Op, peer
+from .schedule import Schedule, first_of_replica, send_of
 from .walk import Walk
 
 
@@ -15,12 +15,10 @@ def validate(schedule: Schedule) -> None:
 
     The rules: every operation names an existing stage and micro-batch and is on its stage's rank; each
     is there exactly once, with a forward for every stage and micro-batch and, in training, exactly one
-    backward (B, or I and W); no rank runs an operation before what it needs; and nothing waits in a
-    circle. A lowered schedule hangs where program order, dependencies and the order of transfers, taken
-    together, have a cycle; that cycle is named.
+    backward (B, or I and W); no rank runs an operation before what it needs, and a stage's REDUCE and STEP
+    need all of its backwards; and nothing waits in a circle. A lowered schedule hangs where program order,
+    dependencies and the order of transfers, taken together, have a cycle; that cycle is named.
     """
-    if isinstance(schedule, Schedule) and VALID in schedule.__dict__:
-        return
     if isinstance(schedule, Schedule) and VALID in schedule.__dict__:
         return
     _check_types(schedule)
@@ -171,6 +169,22 @@ def _check_complete(schedule: Schedule) -> None:
                 passed.add(pattern)
     if any(op.kind in TRANSFERS for op in schedule.rank_of):
         _check_transfers(schedule)
+    for op, rank in schedule.rank_of.items():
+        if op.kind in ONCE_A_STEP and op != _for_all_microbatches(op, schedule):
+            raise _error(
+                schedule,
+                "a stage sums its gradients and steps once, after its backwards: the operation carries the "
+                "number of the replica's first micro-batch",
+                op,
+                got=f"{op}" if schedule.trains else f"{op} without backwards",
+                where=f"rank {rank}",
+                remedy=f"{_for_all_microbatches(op, schedule)}" if schedule.trains else f"drop {op}",
+            )
+
+
+def _for_all_microbatches(op: Op, schedule: Schedule) -> Op | None:
+    """The REDUCE or STEP of the same stage and replica as it has to be; None where nothing is trained."""
+    return Op(op.kind, op.stage, first_of_replica(op.microbatch, schedule)) if schedule.trains else None
 
 
 def _check_microbatch(schedule: Schedule, stage: int, m: int, found: list[Op]) -> None:

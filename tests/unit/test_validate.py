@@ -451,3 +451,51 @@ def test_natural_order_of_transfers_hangs_one_f_one_b():
         rows.append(tuple(natural))
     assert same_verdict(replace(schedule, ops=tuple(rows))) == "hangs"
     assert same_verdict(gl.lower(schedule, hoist=0)) == "runs"
+
+
+def with_steps(schedule: Schedule) -> Schedule:
+    """The schedule with a REDUCE and a STEP of every stage at the end of its rank."""
+    rows = [list(row) for row in schedule.ops]
+    per_replica = schedule.microbatches_per_replica
+    for kind in (gl.Kind.REDUCE, gl.Kind.STEP):
+        for stage in range(schedule.num_stages):
+            for first in range(0, schedule.num_microbatches, per_replica):
+                rows[schedule.home(stage, first)].append(Op(kind, stage, first))
+    return replace(schedule, ops=tuple(map(tuple, rows)))
+
+
+@settings(deadline=None, derandomize=True, max_examples=200)
+@given(st.integers(0, 10**9))
+def test_sums_and_steps_come_after_every_backward_of_their_stage(seed):
+    rng = random.Random(seed)
+    schedule = some_schedule(rng)
+    if not schedule.trains:
+        with pytest.raises(gl.ScheduleError, match="without backwards"):
+            gl.validate(with_steps(schedule))
+        return
+    if rng.random() < 0.5:
+        schedule = gl.lower(schedule)
+    if rng.random() < 0.3 and not any(op.kind in gl.plan.ops.TRANSFERS for op in schedule.rank_of):
+        schedule = gl.replicate(schedule, 2)
+    whole = with_steps(schedule)
+    gl.validate(whole)
+    assert gl.simulate(whole).makespan_ms == gl.simulate(schedule).makespan_ms
+    rank = rng.randrange(whole.num_ranks)
+    row = list(whole.ops[rank])
+    moved = rng.choice([op for op in row if op.kind in (gl.Kind.REDUCE, gl.Kind.STEP)])
+    own = [i for i, op in enumerate(row) if op.kind in (B, W) and op.stage == moved.stage and op.segment == 0]
+    row.remove(moved)
+    row.insert(rng.randrange(max(own) + 1), moved)
+    with pytest.raises(gl.ScheduleError, match="comes after what it needs"):
+        gl.validate(replace(whole, ops=(*whole.ops[:rank], tuple(row), *whole.ops[rank + 1 :])))
+
+
+def test_a_step_comes_after_its_sum_and_once():
+    whole = with_steps(gl.gpipe(2, 3))
+    swapped = replace(whole, ops=tuple((*row[:-2], row[-1], row[-2]) for row in whole.ops))
+    with pytest.raises(gl.ScheduleError, match="comes after what it needs"):
+        gl.validate(swapped)
+    twice = replace(whole, ops=tuple((*row, row[-1]._replace(microbatch=1)) for row in whole.ops))
+    with pytest.raises(gl.ScheduleError, match="steps once") as caught:
+        gl.validate(twice)
+    assert caught.value.remedy == "0STEP0"
