@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .batchnorm import RunningStatistics
-from .buffers import Buffers, Changes, as_before
+from .buffers import Changes, Earlier, as_before
 from .entry import Entry, enter, tell_of_changes
 from .ledger import Ledger
 from .seeding import layer_seed
@@ -57,8 +57,8 @@ class Held:
     """What a stage keeps of a micro-batch between its forward and its backward.
 
     segments has the positions of the layers of each segment: one segment unless checkpointing cuts more.
-    boundaries are the kept inputs of segments, with what the ledger is to release; earlier_buffers what
-    buffers were, where the segment's forward has changed them.
+    boundaries are the kept inputs of segments, with what the ledger is to release; earlier what
+    layers had before the segment's forward changed it.
     """
 
     step: StepContext
@@ -68,7 +68,7 @@ class Held:
     deferred: Deferred | None = None
     graphs: dict[int, Graph] = field(default_factory=dict)
     boundaries: dict[int, tuple[Tree, list[int]]] = field(default_factory=dict)
-    earlier_buffers: dict[int, Buffers] = field(default_factory=dict)
+    earlier: dict[int, Earlier] = field(default_factory=dict)
     gradients: list[torch.Tensor | None] = field(default_factory=list)  # of the segment that ran last
 
 
@@ -140,7 +140,7 @@ class Stage:
                 shielded = map_tensors(torch.clone, value)  # a layer that works in place must not reach it
                 changes = Changes(self._stateful(layers))
                 value = self._run(layers, microbatch, shielded, step)
-                held.earlier_buffers[segment] = changes.before()
+                held.earlier[segment] = changes.before()
             return self._finish(value, self._flags(value, needs_gradient), objective, step)
 
     def recompute(self, microbatch: int, segment: int) -> None:
@@ -149,7 +149,7 @@ class Stage:
         inputs, _ = held.boundaries[segment]
         flags = held.needs_gradient if segment == 0 else self._flags(inputs, held.needs_gradient)
         self.statistics.recomputing = True
-        with as_before(held.earlier_buffers.pop(segment)):
+        with as_before(held.earlier.pop(segment)):
             self._with_graph(microbatch, segment, inputs, flags, "recomputed")
         self.statistics.recomputing = False
 
@@ -236,7 +236,7 @@ class Stage:
         return StageOutput(map_tensors(torch.Tensor.detach, output), result.needs_gradient, loss)
 
     def _stateful(self, layers: range) -> Iterator[nn.Module]:
-        """The modules of these layers whose buffers a forward may change; batch norm's are seen to apart."""
+        """The modules of these layers whose state a forward may change; batch norm's is seen to apart."""
         for position in layers:
             yield from (m for m in self.layers[position].modules() if not self.statistics.watches(m))
 

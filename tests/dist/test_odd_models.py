@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gpipe_lab as gl
+from tests.comparing import distance
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # as if all this were defined in a cell
 
@@ -37,12 +38,6 @@ def one_process(model):
     for part, target in zip(x.chunk(M), y.chunk(M), strict=True):
         (F.mse_loss(model(part), target) / M).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, model
-
-
-def distance(mine, theirs):
-    assert set(mine) == set(theirs)
-    difference = math.sqrt(sum((mine[n] - g).abs().square().sum().item() for n, g in theirs.items()))
-    return difference / math.sqrt(sum(g.abs().square().sum().item() for g in theirs.values()))
 
 
 def assert_equal_to_one_process(lab, model, *, modes=MODES):
@@ -78,6 +73,66 @@ def test_a_layer_with_state_is_recomputed_with_the_state_of_its_forward(lab_of, 
         pipe = lab_of(2).pipeline(model, loss_fn=F.mse_loss)
         pipe.step(gl.gpipe(2, M), *batch(), update=False, checkpoint=mode)
         assert pipe.state_dict()["0.calls"] == 1 + M, "moved once for each micro-batch, never in a recompute"
+
+
+class CountsPlainly(nn.Module):
+    """Scales by the number of calls so far, kept as a plain number, and by what it keeps once it has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.mood, self.first = 0, "calm", None
+        self.linear = linear()
+
+    def forward(self, x):
+        self.calls += 1
+        self.mood = {"calm": "wild", "wild": "calm"}[self.mood]
+        if self.first is None:
+            self.first = x.detach().mean()
+        return self.linear(x) * self.calls * (2 if self.mood == "wild" else 3) + self.first
+
+
+def test_plain_numbers_and_strings_are_recomputed_as_in_the_forward(lab_of):
+    model = [CountsPlainly(), nn.Sequential(linear(), CountsPlainly()), CountsPlainly(), linear()]
+    assert_equal_to_one_process(lab_of(2), model)
+    runs = [
+        lab_of(2).run(gl.gpipe(2, M), model, *batch(), loss_fn=F.mse_loss, repeats=n, checkpoint=mode)
+        for n, mode in [(1, "never"), (3, "never"), (3, "always")]
+    ]
+    assert len({run.loss for run in runs}) == 1, "repeats start from the same state"
+
+
+class DrawsItsOwn(nn.Module):
+    """Random by a generator of its own."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.linear = linear()
+        match kind:
+            case "torch":
+                self.generator = torch.Generator().manual_seed(5)
+            case "python":
+                self.generator = random.Random(5)
+            case "numpy":
+                self.generator = np.random.default_rng(5)
+
+    def forward(self, x):
+        if self.kind == "torch":
+            return self.linear(x) * torch.rand(x.shape, dtype=x.dtype, generator=self.generator)
+        return self.linear(x) * self.generator.random()
+
+
+@pytest.mark.parametrize("kind", ["torch", "python", "numpy"])
+def test_a_generator_of_the_layers_own_is_recomputed_as_in_the_forward(lab_of, kind):
+    factories = [lambda: DrawsItsOwn(kind), linear]
+    runs = [
+        lab_of(2).run(make(2, M), factories, *batch(), loss_fn=F.mse_loss, repeats=n, checkpoint=mode)
+        for make in (gl.gpipe, gl.one_f_one_b)
+        for n, mode in [(1, "never"), (2, "always"), (1, "every:1"), (1, "except_last")]
+    ]
+    assert len({run.loss for run in runs}) == 1
+    for run in runs:
+        assert distance(run.gradients(), runs[0].gradients()) <= 1e-12
 
 
 def test_spectral_and_instance_norm(lab_of):
