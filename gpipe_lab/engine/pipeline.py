@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -96,14 +97,14 @@ class RankPipeline:
         require(
             self.spec.optimizer is None
             or not has_weights
-            or (is_plain and not isinstance(self.optimizer, torch.optim.LBFGS)),
+            or (is_plain and steps_alone(type(self.optimizer))),
             "optimizer gives a torch Optimizer whose step needs no closure",
             got=type(self.optimizer).__name__,
             where="optimizer",
             remedy="functools.partial(torch.optim.SGD, lr=0.1)",
         )
         require(
-            not isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau),
+            self.scheduler is None or steps_alone(type(self.scheduler)),
             "scheduler gives one whose step needs no metric",
             got=type(self.scheduler).__name__,
             where="scheduler",
@@ -121,6 +122,7 @@ class RankPipeline:
                     "a layer is an nn.Module, or a function without arguments that builds one",
                     got=type(built).__name__,
                     where=f"layer {spec.names[position]!r}",
+                    remedy="lambda: nn.Linear(4, 4)",
                 )
                 layer = built
             layers.append(layer)
@@ -245,6 +247,15 @@ class RankPipeline:
         for prefix, layer in self._layers():
             start = f"{prefix}."
             layer.load_state_dict({k[len(start) :]: v for k, v in state.items() if k.startswith(start)})
+
+
+def steps_alone(kind: type | None) -> bool:
+    """Whether an optimizer or scheduler of this class steps without arguments; yes where nothing is known."""
+    if kind is None:
+        return True
+    taken = list(inspect.signature(getattr(kind, "step", kind)).parameters.values())[1:]
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return hasattr(kind, "step") and all(p.default is not p.empty or p.kind in optional for p in taken)
 
 
 def _once(parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:

@@ -64,7 +64,7 @@ def _find(name: str, layers: Mapping[str, nn.Module]) -> tuple[nn.Module, str, n
     parameter = getattr(module, attribute, None) if attribute else None
     require(
         isinstance(parameter, nn.Parameter),
-        "a tie names parameters of the model",
+        "a tie names parameters of the model, as state_dict does",
         got=repr(name),
         where="ties",
         remedy='ties=[("0.tokens.weight", "7.scores.weight")]',

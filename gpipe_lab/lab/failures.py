@@ -7,11 +7,14 @@ import pickle
 import re
 import signal
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
 from ..engine.failures import PeerLost
+from ..plan.errors import InputError
 from ..plan.ops import Kind, Op
 from .pickling import dumps
 
@@ -70,6 +73,17 @@ class RunStopped(RuntimeError):
 
 class PipelineLost(RuntimeError):
     """The workers that held a pipeline's weights were replaced; load its state before going on."""
+
+
+@contextmanager
+def as_input_errors() -> Iterator[None]:
+    """Raise as itself the `InputError` of a rank that has begun no operation: what it was given is wrong."""
+    try:
+        yield
+    except RankFailed as failed:
+        if failed.op is None and isinstance(failed.__cause__, InputError):
+            raise failed.__cause__ from None
+        raise
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import multiprocessing
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -21,8 +20,9 @@ from ..plan.units import parse_bytes
 from .once import LossOptions, profile_model, run_once
 from .pipeline import Pipeline
 from .pool import OnMessage, OnOutput, WorkerPool, print_tagged
-from .prepare import Partition, Ties
+from .prepare import MakeSchedule, Partition, Ties
 from .processes import start_forkserver
+from .role import may_have_labs
 from .run import Run
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Lab:
         self, num_ranks: int = 4, device: str = "auto", memory_limit: str | int | None = None
     ) -> None:
         require(
-            not multiprocessing.current_process().daemon,
+            may_have_labs(),
             "a lab is made where the notebook or script runs, not inside one of its ranks",
             got="Lab() in a worker process",
             where="Lab",
@@ -109,11 +109,12 @@ class Lab:
 
     def run(
         self,
-        schedule: Schedule,
+        schedule: Schedule | MakeSchedule,
         model: Any,
         inputs: Tree,
         targets: Tree | None = None,
         *,
+        num_microbatches: int | None = None,
         loss_fn: LossFn | None = None,
         loss_weight: Callable[[Tree], float] | None = None,
         loss_reduction: str | None = None,
@@ -133,11 +134,17 @@ class Lab:
     ) -> Run:
         """Run one training step of `model` through the ranks and measure it; nothing is kept afterwards.
 
+        schedule: a `gl.Schedule`, or a function of (number of ranks, number of micro-batches) that makes one;
+        it is called with the lab's ranks (a replica's) and `num_microbatches`, which only a function needs.
         model: an `nn.Sequential`, a list of layers, or a list of functions that each build a layer where
         it is to live. inputs, targets: tensors, or nestings of tensors, with the batch first; a batch that
         the micro-batches do not divide is weighted by their true sizes. loss_fn(output, target) is a mean
-        over rows unless `loss_weight` or `loss_reduction="sum"` says otherwise; torch's losses are read.
-        checkpoint: "never", "always", "except_last" or "every:k". seed: keys random layers and factories.
+        over rows unless `loss_weight` or `loss_reduction="sum"` says otherwise. torch's losses are read, with
+        their `reduction`, `ignore_index` and class weights; a function of your own around one is not looked
+        into: where it leaves rows out, give `loss_weight=lambda target: (target != -100).sum()`.
+        checkpoint: "never", "always", "except_last" or "every:k". A recompute sees a layer's buffers, plain
+        numbers and strings, and random generators of its own as its forward saw them; lists, dicts and other
+        objects that a forward changes in place it sees as they are. seed: keys random layers and factories.
         ties: tuples of parameter names that are one weight, for factories; shared modules are found.
         num_replicas: that many copies of the schedule's pipeline, on ranks one after another, share the batch
         (`gl.replicate`); their gradients are summed once a step.
@@ -158,6 +165,7 @@ class Lab:
             model,
             inputs,
             targets,
+            num_microbatches=num_microbatches,
             loss=loss,
             checkpoint=checkpoint,
             early=early,

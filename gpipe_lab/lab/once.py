@@ -19,7 +19,8 @@ from ..plan.replicate import replicate
 from ..plan.schedule import Schedule
 from ..plan.units import parse_bytes
 from . import jobs
-from .prepare import Partition, Plan, Ties, cut, named_layers, plan_step, read_spec
+from .failures import as_input_errors
+from .prepare import MakeSchedule, Partition, Plan, Ties, cut, made, named_layers, plan_step, read_spec
 from .run import Run, assemble, middle
 
 if TYPE_CHECKING:
@@ -42,11 +43,12 @@ class LossOptions:
 
 def run_once(
     lab: Lab,
-    schedule: Schedule,
+    schedule: Schedule | MakeSchedule,
     model: Any,
     inputs: Tree,
     targets: Tree | None,
     *,
+    num_microbatches: int | None,
     loss: LossOptions,
     checkpoint: str,
     early: bool,
@@ -64,7 +66,9 @@ def run_once(
 ) -> Run:
     """See `Lab.run`."""
     require_count(repeats, "repeats", where="Lab.run")
+    require_count(num_replicas, "num_replicas", where="Lab.run")
     require_pace_if_shared(lab, pace)
+    schedule = made(schedule, lab.num_ranks // num_replicas, num_microbatches, where="Lab.run")
     if partition in CRITERIA and isinstance(schedule, Schedule):
         found = profile_model(
             lab, model, split(inputs, num_replicas * schedule.num_microbatches)[0], seed=seed
@@ -104,7 +108,8 @@ def run_once(
         for spec, job in zip(specs, plan.jobs, strict=True)
     ]
     sweep(lab)
-    by_rank = lab.call(jobs.run_once, args)
+    with as_input_errors():
+        by_rank = lab.call(jobs.run_once, args)
     steps = zip(*(steps for steps, _ in by_rank), strict=True)
     runs = [assemble_step(lab, plan, list(results), pace) for results in steps]
     gradients = {name: g for _, found in by_rank for name, g in found.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import os
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..engine.pace import Pace
+from ..engine.pipeline import steps_alone
 from ..engine.saving import latest_save
 from ..engine.stage import StepContext
 from ..engine.tree import Tree
@@ -24,9 +26,9 @@ from ..plan.schedule import Schedule
 from ..plan.schedules import forward_only
 from ..plan.units import parse_bytes
 from . import jobs
-from .failures import PipelineLost
+from .failures import PipelineLost, as_input_errors
 from .once import LossOptions, assemble_step, require_pace_if_shared, sweep
-from .prepare import Partition, Plan, Ties, cut, plan_step, read_spec
+from .prepare import MakeSchedule, Partition, Plan, Ties, cut, made, plan_step, read_spec
 from .run import Run
 
 if TYPE_CHECKING:
@@ -66,6 +68,13 @@ class Pipeline:
                 where="Lab.pipeline",
                 remedy="optimizer=functools.partial(torch.optim.SGD, lr=0.1)",
             )
+            require(
+                steps_alone(_class_made_by(function)),
+                f"the step of an {name} here needs neither a closure nor a metric",
+                got=f"{name} makes a {getattr(_class_made_by(function), '__name__', '')}",
+                where="Lab.pipeline",
+                remedy="torch.optim.AdamW; torch.optim.lr_scheduler.StepLR",
+            )
         require(
             scheduler is None or optimizer is not None,
             "a scheduler needs an optimizer",
@@ -101,10 +110,11 @@ class Pipeline:
 
     def step(
         self,
-        schedule: Schedule,
+        schedule: Schedule | MakeSchedule,
         inputs: Tree,
         targets: Tree,
         *,
+        num_microbatches: int | None = None,
         update: bool = True,
         checkpoint: str = "never",
         early: bool = False,
@@ -115,6 +125,7 @@ class Pipeline:
     ) -> Run:
         """One training step: gradients of the batch, and with `update` an optimizer step.
 
+        schedule: a `gl.Schedule`, or a function that makes one of (number of stages, num_microbatches).
         After an update the next step starts from zeroed gradients; steps without one add up.
         profile: run torch's profiler along, which takes time; `run.profiles` has a trace for each rank.
         """
@@ -125,6 +136,7 @@ class Pipeline:
             where="Pipeline.step",
             remedy="lab.pipeline(..., optimizer=functools.partial(torch.optim.SGD, lr=0.1)), or update=False",
         )
+        schedule = made(schedule, self.num_stages, num_microbatches, where="Pipeline.step")
         require(
             getattr(schedule, "trains", True),
             "a training step needs a schedule with backwards",
@@ -251,7 +263,8 @@ class Pipeline:
             **self._options,  # type: ignore[arg-type]
         )
         sweep(self.lab)
-        self.lab.call(jobs.build, [(self._key, spec) for spec in specs])
+        with as_input_errors():
+            self.lab.call(jobs.build, [(self._key, spec) for spec in specs])
         self._generation = self.lab.generation
 
     def _plan(
@@ -296,6 +309,13 @@ class Pipeline:
         """The entries of a whole model's state that belong to a stage."""
         prefixes = tuple(f"{name}." for name in self._stages[stage].names)
         return {name: value for name, value in state.items() if name.startswith(prefixes)}
+
+
+def _class_made_by(function: Callable | None) -> type | None:
+    """The class that a function makes instances of, where it says so without being called."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function if isinstance(function, type) else None
 
 
 def _joined(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -275,5 +275,6 @@ def _pickle_job(rank: int, function: Callable[..., Any], args: tuple) -> bytes:
             "a function and its arguments travel to the workers by pickling",
             got=f"{type(error).__name__}: {error}",
             where=f"the job of rank {rank}, {getattr(function, '__name__', function)}",
-            remedy="make what cannot be pickled (files, locks, generators) inside the function",
+            remedy="make what cannot be pickled (files, locks) inside the function; "
+            "for a model give functions that build its layers: [lambda: Layer(4), ...]",
         ) from error

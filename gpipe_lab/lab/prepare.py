@@ -2,157 +2,61 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.parameter import is_lazy
 
 from ..engine.executor import StepJob
 from ..engine.loss import LossFn, LossRule, read_loss
 from ..engine.microbatch import batch_size, microbatch_sizes, signature, split
 from ..engine.pace import Pace
-from ..engine.pipeline import Layer, PipelineSpec, StageSpec
+from ..engine.pipeline import PipelineSpec, StageSpec
 from ..engine.stage import StepContext
-from ..engine.ties import Tie
 from ..engine.tree import Tree
-from ..plan.errors import InputError, is_count, require
+from ..plan.errors import require, require_count
 from ..plan.lowering import lower
-from ..plan.partition import uniform
 from ..plan.recompute import parse_mode, with_recompute
 from ..plan.schedule import Schedule
+from .stages import Partition, Ties, cut, find_ties, named_layers
 
-Partition = str | Sequence[int]
-Ties = Sequence[tuple[str, ...]]
+MakeSchedule = Callable[[int, int], Schedule]  # of the number of ranks and the number of micro-batches
 _lower = lru_cache(maxsize=64)(lower)
 
 
-def named_layers(model: Any) -> tuple[tuple[str, ...], tuple[Layer, ...]]:
-    """The layers of a model and their names: those of an `nn.Sequential`, or "0", "1", … of a list."""
-    is_sequential = isinstance(model, nn.Sequential)
-    is_list = isinstance(model, list | tuple | nn.ModuleList) and all(callable(layer) for layer in model)
-    has_own_call = is_sequential and (
-        type(model).forward is not nn.Sequential.forward or model._forward_hooks or model._forward_pre_hooks
-    )
-    require(
-        not has_own_call,
-        "an nn.Sequential is its layers one after the other: a forward or hooks of its own would be left out",
-        got=f"{type(model).__name__} with a forward or hooks of its own",
-        where="model",
-        remedy="write what it does besides as a layer, and give nn.Sequential(*layers)",
-    )
-    require(
-        is_sequential or is_list,
-        "a model is an nn.Sequential, a list of layers, or a list of functions that each build one",
-        got=type(model).__name__,
-        where="model",
-        remedy="nn.Sequential(*layers)",
-    )
-    if is_sequential:
-        children = dict(model.named_children())
-        names, layers = tuple(children), tuple(children.values())
-        if len(layers) != len(model):  # the same layer twice has one name
-            names, layers = tuple(map(str, range(len(model)))), tuple(model)
-    else:
-        names, layers = tuple(map(str, range(len(model)))), tuple(model)
-    require(len(layers) > 0, "a model has at least one layer", got="no layers", where="model")
-    for name, layer in zip(names, layers, strict=True):
-        _require_usable(name, layer)
-    return names, layers
-
-
-def _require_usable(name: str, layer: Layer) -> None:
-    if isinstance(layer, nn.Module):
+def made(
+    schedule: Schedule | MakeSchedule, num_ranks: int, num_microbatches: int | None, *, where: str
+) -> Schedule:
+    """A schedule that was given as a value, or what a function given for one makes of P and M."""
+    if not callable(schedule):
+        own = getattr(schedule, "num_microbatches", num_microbatches)
         require(
-            not any(is_lazy(p) for p in (*layer.parameters(), *layer.buffers())),
-            "a layer knows its sizes: the bytes and names of all weights are needed before any input",
-            got="a lazy layer that has seen no input",
-            where=f"layer {name!r}",
-            remedy="model(example_input) once before, or the layer with its sizes",
+            num_microbatches in (None, own),
+            "a schedule has its number of micro-batches; num_microbatches is for a function that makes one",
+            got=f"num_microbatches={num_microbatches!r} for a schedule of {own}",
+            where=where,
+            remedy="leave out num_microbatches",
         )
-        return
-    try:
-        inspect.signature(layer).bind()
-    except TypeError as error:
-        raise InputError(
-            "a layer is an nn.Module, or a function without arguments that builds one",
-            got=f"{getattr(layer, '__name__', layer)!r}: {error}",
-            where=f"layer {name!r}",
-            remedy="nn.ReLU() for torch.relu; a class with forward(self, x) for a function of x",
-        ) from error
-    except ValueError:
-        pass  # written in C: it says nothing of its arguments
-
-
-def cut(model: Any, num_stages: int, partition: Partition = "uniform") -> tuple[StageSpec, ...]:
-    """The stages of a model: "uniform", or the number of layers of each stage.
-
-    Raises `InputError` for fewer layers than stages, or sizes that do not add up.
-    """
-    names, layers = named_layers(model)
-    spans = _spans(len(layers), num_stages, partition)
-    return tuple(
-        StageSpec(index, span.start, names[span.start : span.stop], layers[span.start : span.stop])
-        for index, span in enumerate(spans)
-    )
-
-
-def _spans(num_layers: int, num_stages: int, partition: Partition) -> tuple[range, ...]:
-    if isinstance(partition, str):
-        require(
-            partition == "uniform",
-            'partition is "uniform" or the number of layers of each stage; by what is measured in Lab.run',
-            got=repr(partition),
-            where="partition",
-            remedy='partition=lab.profile(model, microbatch).sizes(num_stages, by="time")',
-        )
-        return uniform(num_layers, num_stages)
-    sizes = list(partition) if isinstance(partition, Iterable) else [partition]
-    fits = all(is_count(n) for n in sizes) and sum(sizes) == num_layers
+        return schedule
     require(
-        fits and len(sizes) == num_stages,
-        "a partition gives every stage at least one layer and every layer to one stage",
-        got=f"{sizes} for {num_layers} layers and {num_stages} stages",
-        where="partition",
-        remedy=f"partition={[len(span) for span in uniform(num_layers, num_stages)]}",
+        num_microbatches is not None,
+        "a function that makes a schedule is told the number of micro-batches",
+        got="num_microbatches=None",
+        where=where,
+        remedy="num_microbatches=8",
     )
-    starts = [sum(sizes[:stage]) for stage in range(num_stages)]
-    return tuple(range(start, start + size) for start, size in zip(starts, sizes, strict=True))
-
-
-def find_ties(
-    stages: Sequence[StageSpec], stage_to_rank: Sequence[int], named: Ties | None
-) -> tuple[Tie, ...]:
-    """The weights that layers share: those of modules are found, those of factories are `named`.
-
-    `named` is a list of tuples of whole-model parameter names, each tuple one weight.
-    """
-    home = {name: stage_to_rank[stage.index] for stage in stages for name in stage.names}
-    uses: dict[int, list[str]] = {}
-    for stage in stages:
-        for prefix, layer in zip(stage.names, stage.layers, strict=True):
-            if isinstance(layer, nn.Module):
-                for name, parameter in layer.named_parameters():
-                    uses.setdefault(id(parameter), []).append(f"{prefix}.{name}")
-    groups = [tuple(names) for names in uses.values() if len(names) > 1] + [tuple(n) for n in named or ()]
-    return tuple(Tie(names, tuple(_home(name, home) for name in names)) for names in groups)
-
-
-def _home(name: str, home: Mapping[str, int]) -> int:
-    layer = next((key for key in home if name.startswith(f"{key}.")), None)
+    require_count(num_microbatches, "num_microbatches", where=where)
+    found = schedule(num_ranks, num_microbatches)  # type: ignore[arg-type]
+    fits = isinstance(found, Schedule) and (found.num_ranks, found.num_microbatches)
     require(
-        layer is not None,
-        "a tie names parameters of the model, as state_dict does",
-        got=repr(name),
-        where="ties",
-        remedy='ties=[("0.tokens.weight", "7.scores.weight")]',
+        fits == (num_ranks, num_microbatches),
+        "a function given for a schedule makes one for the lab's ranks and for num_microbatches",
+        got=f"a schedule for (ranks, micro-batches) = {fits}" if fits else f"a {type(found).__name__}",
+        where=f"{where}, {getattr(schedule, '__name__', schedule)}({num_ranks}, {num_microbatches})",
+        remedy="def my_schedule(num_ranks, num_microbatches): return gl.Schedule(...)",
     )
-    assert layer is not None
-    return home[layer]
+    return found
 
 
 @dataclass(frozen=True)
@@ -319,4 +223,15 @@ def read_spec(
     ]
 
 
-__all__ = ["Partition", "Plan", "Ties", "cut", "named_layers", "plan_step", "read_loss", "read_spec"]
+__all__ = [
+    "MakeSchedule",
+    "Partition",
+    "Plan",
+    "Ties",
+    "cut",
+    "made",
+    "named_layers",
+    "plan_step",
+    "read_loss",
+    "read_spec",
+]

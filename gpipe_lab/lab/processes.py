@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..engine.devices import DevicePlan
 from .board import Board
+from .role import may_have_labs
 from .watchdog import ASK_STACK
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ def start_forkserver() -> ForkServerContext | SpawnContext:
     from multiprocessing import forkserver
 
     context = multiprocessing.get_context("forkserver")
-    if multiprocessing.current_process().daemon:  # a worker, which may touch gl.Lab and can make none
+    if not may_have_labs():  # a rank may touch gl.Lab
         return context
     changes = {
         SCRATCH_VARIABLE: _own_temp_dir(),

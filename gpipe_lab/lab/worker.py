@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import io
+import multiprocessing
 import os
 import pickle
 import queue
@@ -24,10 +26,12 @@ from ..engine.devices import DevicePlan
 from .board import RankBoard
 from .failures import Failure
 from .pickling import dumps
+from .role import mark_as_rank
 from .watchdog import ASK_STACK, main_thread_stack
 
 # The driver sees every death itself, so a transfer may take as long as a slow step or a breakpoint needs.
 GROUP_TIMEOUT = timedelta(hours=12)
+PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a process gets when its parent ends
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,7 @@ class LineStream(io.TextIOBase):
 def main(seat: Seat) -> None:
     """Run jobs until the driver closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _allow_children()
     gc.freeze()  # what is imported is no garbage: to look through it takes half a second, amid a long step
     jobs: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     outbox = Outbox(seat)
@@ -148,9 +153,36 @@ def _listen(seat: Seat, jobs: queue.SimpleQueue[bytes], outbox: Outbox) -> None:
 
 
 def _leave(seat: Seat) -> NoReturn:
-    """End the process, whatever its main thread hangs in, and the folder that a dead driver cannot remove."""
-    shutil.rmtree(seat.rendezvous, ignore_errors=True)
-    os._exit(0)
+    """End the process, whatever its main thread hangs in, with its children and its set's folder."""
+    try:
+        for child in multiprocessing.active_children():
+            child.kill()
+        shutil.rmtree(seat.rendezvous, ignore_errors=True)
+    finally:
+        os._exit(0)
+
+
+def _allow_children() -> None:
+    """Let a program start processes, as a DataLoader does: multiprocessing forbids that in daemons.
+
+    They end with this process. It kills them as it leaves; should it be killed itself, the kernel ends those
+    that it has forked (on Linux; elsewhere a DataLoader's own notice within 5 s).
+    """
+    mark_as_rank()
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None)
+    forking = [0]
+
+    def note_parent() -> None:
+        forking[0] = os.getpid()
+
+    def end_with_parent() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != forking[0]:  # it ended before the call
+            os._exit(0)
+
+    os.register_at_fork(before=note_parent, after_in_child=end_with_parent)
 
 
 def _run(context: RankContext, job: bytes) -> tuple[str, Any]:

@@ -21,6 +21,9 @@ class InputError(ValueError):
         parts = [("rule", self.rule), ("got", self.got), ("where", self.where), ("remedy", self.remedy)]
         return "\n".join(f"{name + ':':<8}{text}" for name, text in parts if text != "")
 
+    def __reduce__(self) -> tuple:
+        return _rebuild, (type(self), self.args, {})
+
 
 class ScheduleError(InputError):
     """A schedule that cannot run; `grid` is its text with the offending operations marked `>>like this<<`."""
@@ -36,7 +39,7 @@ class ScheduleError(InputError):
         return _rebuild, (type(self), self.args, {"grid": self.grid})
 
 
-def _rebuild(cls: type, args: tuple, extra: dict) -> ScheduleError:
+def _rebuild(cls: type, args: tuple, extra: dict) -> InputError:
     rule, got, where, remedy = args
     return cls(rule, got=got, where=where, remedy=remedy, **extra)
 

@@ -11,12 +11,14 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from socket import AF_INET
 
 import psutil
 import pytest
 import torch.distributed as dist
 
 from gpipe_lab.lab.lab import Lab
+from tests.processes import still_running
 
 pytestmark = pytest.mark.dist
 ROOT = Path(__file__).parents[2]
@@ -40,23 +42,6 @@ def run():
 """
 
 
-def still_running(processes, limit_s=3.0):
-    """Which processes have not ended in time; one that only waits for its parent to notice has."""
-    deadline = time.monotonic() + limit_s
-    running = list(processes)
-    while running and time.monotonic() < deadline:
-        running = [process for process in running if is_running(process)]
-        time.sleep(0.01)
-    return running
-
-
-def is_running(process):
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 class Driver:
     """A script that holds a lab, in a process group and a temp folder of its own."""
 
@@ -66,6 +51,7 @@ class Driver:
             [sys.executable, "-u", "-c", HEAD + body],
             cwd=ROOT,
             env={**os.environ, "TMPDIR": self.folder, "PYTHONPATH": str(ROOT)},
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -127,6 +113,63 @@ def test_a_killed_driver_leaves_nothing(drive, doing, sent_to):
         os.killpg(driver.process.pid, signal.SIGKILL)
     driver.process.wait(timeout=5)
     driver.assert_nothing_is_left()
+
+
+CHILDREN = """
+import multiprocessing
+
+def with_children(context, how):
+    def sleep():
+        time.sleep(60)
+    context.state["children"] = [multiprocessing.get_context("fork").Process(target=sleep) for _ in range(2)]
+    for child in context.state["children"]:
+        child.start()
+    print("hanging")
+    if how == "a call":
+        time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("doing", ["idle", "a call"])
+@pytest.mark.parametrize("end", ["the driver is killed", "a worker is killed", "the lab is closed"])
+def test_what_a_rank_has_started_ends_with_it(drive, doing, end):
+    driver = drive(
+        CHILDREN + f"""
+lab = Lab(2, device="cpu")
+import threading
+def run():
+    try:
+        lab.launch(with_children, {doing!r})
+    except Exception as error:
+        print("ended", type(error).__name__)
+threading.Thread(target=run, daemon=True).start()
+print(sys.stdin.readline())
+lab.close()
+print("closed")
+time.sleep(60)
+"""
+    )
+    for _ in range(2):
+        driver.wait_for("hanging")
+    time.sleep(0.3)
+    driver.family = psutil.Process(driver.process.pid).children(recursive=True)
+    grandchildren = [p for p in driver.family if p.parent() in driver.workers()]
+    assert len(grandchildren) >= 4
+    match end:
+        case "the driver is killed":
+            driver.process.kill()
+            driver.process.wait(timeout=5)
+            driver.assert_nothing_is_left()
+        case "a worker is killed":
+            killed = grandchildren[0].parent()
+            orphans = killed.children()
+            killed.kill()
+            assert still_running(orphans) == []
+        case "the lab is closed":
+            driver.process.stdin.write("go on\n")
+            driver.process.stdin.flush()
+            driver.wait_for("closed")
+            assert still_running(grandchildren) == []
 
 
 def test_a_driver_killed_after_it_closed_its_lab_leaves_nothing(drive):
@@ -241,74 +284,43 @@ def test_a_fork_of_the_driver_does_not_end_its_workers():
         assert lab.launch(lambda context: os.getpid()) == before
 
 
-def test_nothing_listens_off_loopback():
+def listening(processes):
+    """The addresses that these processes listen on."""
+    return {
+        connection.laddr.ip
+        for process in processes
+        for connection in process.net_connections(kind="inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+
+
+def other_interface():
+    """An interface beside loopback that has an address: (name, address), or None."""
+    up = [name for name, stats in psutil.net_if_stats().items() if stats.isup]
+    found = [(name, a.address) for name in up for a in psutil.net_if_addrs()[name] if a.family == AF_INET]
+    return next((pair for pair in found if not pair[1].startswith("127.")), None)
+
+
+def test_nothing_listens_off_loopback(monkeypatch):
+    """Not even where the environment names another interface, as that of a cluster's node may."""
+    other = other_interface()
+    if other is not None:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", other[0])
+
     def program(context):
         dist.barrier()
         dist.barrier(dist.new_group([0, 1, 2]))
 
+    def listen_there(context):
+        os.environ["GLOO_SOCKET_IFNAME"] = other[0]
+        dist.barrier(dist.new_group([0, 1, 2]))
+
+    loopback = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
     with Lab(3, device="cpu") as lab:
         lab.launch(program)
-        family = [psutil.Process(), *psutil.Process().children(recursive=True)]
-        assert set(worker_processes(lab)) <= set(family)
-        addresses = [
-            connection.laddr.ip
-            for process in family
-            for connection in process.net_connections(kind="inet")
-            if connection.laddr and not connection.raddr
-        ]
-    print(f"{len(addresses)} sockets listen, on {set(addresses)}")
-    assert set(addresses) <= {"127.0.0.1", "::1"}
-
-
-def run_cell(client, code):
-    """What a cell prints, and the name of the error it ends with."""
-    texts = []
-    reply = client.execute_interactive(
-        code,
-        timeout=30,
-        output_hook=lambda message: texts.append(message["content"].get("text", "")),
-    )
-    return "".join(texts), reply["content"].get("ename")
-
-
-def test_a_notebook_kernel():
-    """A cell's own class and function, tagged prints, interrupt, restart, and the kill of the kernel."""
-    from jupyter_client.manager import start_new_kernel
-
-    folder = tempfile.mkdtemp(prefix="krn")
-    env = {**os.environ, "TMPDIR": folder, "PYTHONPATH": str(ROOT), "PYTEST_CURRENT_TEST": "as under nbmake"}
-    setup = "import time, torch\nfrom gpipe_lab.lab.lab import Lab\nlab = Lab(2, device='cpu')"
-    manager, client = start_new_kernel(env=env)
-    try:
-        assert run_cell(client, setup) == ("", None)
-        define = "class Mine:\n    pass\ndef program(context):\n    print('hello')\n    return Mine()"
-        assert run_cell(client, define) == ("", None)
-        text, error = run_cell(client, "print(all(type(r) is Mine for r in lab.launch(program)))")
-        assert error is None
-        assert sorted(text.splitlines()) == ["True", "[rank 0] hello", "[rank 1] hello"]
-
-        text, error = run_cell(client, "def fail(context):\n    raise ValueError('mine')\nlab.launch(fail)")
-        assert error == "RankFailed"
-
-        threading.Timer(0.7, manager.interrupt_kernel).start()
-        assert run_cell(client, "lab.launch(lambda context: time.sleep(30))")[1] == "KeyboardInterrupt"
-        assert run_cell(client, "print(lab.launch(lambda context: context.rank))") == ("[0, 1]\n", None)
-
-        def family():
-            return psutil.Process(manager.provisioner.process.pid).children(recursive=True)
-
-        old = family()
-        assert len(old) >= 4  # forkserver, resource tracker, workers
-        manager.restart_kernel(now=False)
-        client.wait_for_ready(timeout=30)
-        assert still_running(old) == []
-        assert run_cell(client, setup) == ("", None)
-        old = family()
-        assert len(old) >= 4
-        manager.provisioner.process.kill()
-        assert still_running(old) == []
-        assert [name for name in os.listdir(folder) if name.startswith("pymp")] == []
-    finally:
-        client.stop_channels()
-        manager.shutdown_kernel(now=True)
-        shutil.rmtree(folder, ignore_errors=True)
+        workers = worker_processes(lab)
+        assert listening(workers) and listening(workers) <= loopback
+        assert listening([psutil.Process(), *psutil.Process().children(recursive=True)]) <= loopback
+        if other is not None:  # what this test would see if there were something to see
+            lab.launch(listen_there)
+            assert not listening(workers) <= loopback

@@ -1,6 +1,8 @@
 """What is rare in a model and must be right all the same: backwards that cannot be split, absent gradients."""
 
 import copy
+import dataclasses
+import threading
 
 import pytest
 import torch
@@ -8,6 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import gpipe_lab as gl
+from gpipe_lab.engine.seeding import init_seed
+from gpipe_lab.engine.streams import CpuDevice
+from gpipe_lab.lab.stages import cut
 
 M = 4
 MODES = ["never", "always", "except_last"]
@@ -189,6 +194,150 @@ def test_a_tied_weight_without_gradients_stays_without(lab_of, frozen):
     pipe = lab_of(4).pipeline(layers, loss_fn=F.mse_loss, optimizer=lambda p: torch.optim.AdamW(p, lr=0.1))
     pipe.step(gl.gpipe(4, M), *batch())
     assert torch.equal(pipe.state_dict()["0.weight"], first.weight), "weight decay moves what has a gradient"
+
+
+def weight_norm():
+    return nn.utils.parametrizations.weight_norm(linear())
+
+
+def spectral_norm():
+    return nn.utils.parametrizations.spectral_norm(linear())
+
+
+def orthogonal():
+    return nn.utils.parametrizations.orthogonal(linear())
+
+
+@pytest.mark.parametrize("build", [weight_norm, spectral_norm, orthogonal])
+def test_a_parametrized_layer_comes_from_a_function(lab_of, build):
+    with pytest.raises(gl.InputError, match="remedy: a function that builds it there: lambda") as caught:
+        lab_of(2).run(gl.gpipe(2, M), [linear(), nn.Sequential(build())], *batch(), loss_fn=F.mse_loss)
+    assert caught.value.where == "layer '1'"
+    for num_ranks, make in [(2, gl.gpipe), (2, gl.zero_bubble_h1), (4, gl.one_f_one_b)]:
+        model = [linear, build, linear, build]
+        pipe = lab_of(num_ranks).pipeline(model, loss_fn=F.mse_loss, seed=3)
+        layers = []
+        for position, factory in enumerate(model):
+            CpuDevice().seed(init_seed(3, position))
+            layers.append(factory())
+        alone = [linear, build, linear, build]
+        for mode in MODES:
+            run = lab_of(num_ranks).run(
+                make(num_ranks, M), alone, *batch(), loss_fn=F.mse_loss, seed=3, checkpoint=mode
+            )
+            assert_equal(run.gradients(), one_process(layers))
+        assert set(run.gradients()) <= set(pipe.state_dict())
+
+
+def test_a_layer_that_cannot_be_pickled_is_told_how_to_travel(lab_of):
+    class Locked(nn.Linear):
+        def __init__(self):
+            super().__init__(6, 6)
+            self.double().lock = threading.Lock()
+
+    with pytest.raises(gl.InputError, match="functions that build its layers"):
+        lab_of(2).run(gl.gpipe(2, M), [Locked(), linear()], *batch(), loss_fn=F.mse_loss)
+    assert lab_of(2).run(gl.gpipe(2, M), [Locked, linear], *batch(), loss_fn=F.mse_loss).loss > 0
+
+
+def my_schedule(num_ranks, num_microbatches):
+    return dataclasses.replace(gl.one_f_one_b(num_ranks, num_microbatches), name="mine")
+
+
+def test_a_function_runs_as_the_value_that_it_makes(lab_of):
+    layers = [linear() for _ in range(4)]
+    value = lab_of(4).run(my_schedule(4, M), layers, *batch(), loss_fn=F.mse_loss)
+    for made_by in (my_schedule, lambda p, m: my_schedule(p, m)):
+        run = lab_of(4).run(made_by, layers, *batch(), loss_fn=F.mse_loss, num_microbatches=M)
+        assert run.loss == value.loss and run.trace.schedule == value.trace.schedule
+        assert all(torch.equal(run.gradients()[n], g) for n, g in value.gradients().items())
+    two = lab_of(4).run(my_schedule, layers, *batch(), loss_fn=F.mse_loss, num_microbatches=2, num_replicas=2)
+    assert two.trace.schedule == gl.replicate(my_schedule(2, 2), 2)
+    pipe = lab_of(4).pipeline(layers, loss_fn=F.mse_loss)
+    assert pipe.step(my_schedule, *batch(), num_microbatches=M, update=False).loss == value.loss
+    with pytest.raises(ZeroDivisionError):
+        lab_of(4).run(lambda p, m: 1 / 0, layers, *batch(), loss_fn=F.mse_loss, num_microbatches=M)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_microbatches", "told"),
+    [
+        (my_schedule, None, "num_microbatches=8"),
+        (my_schedule, 0, "at least 1"),
+        (lambda p, m: "gpipe", 4, "a str"),
+        (lambda p, m: None, 4, "a NoneType"),
+        (lambda p, m: gl.gpipe(p + 1, m), 4, r"\(3, 4\)"),
+        (lambda p, m: gl.gpipe(p, m + 1), 4, r"\(2, 5\)"),
+        (gl.gpipe(2, 4), 8, "leave out num_microbatches"),
+        (lambda p, m: dataclasses.replace(gl.gpipe(p, m), ops=gl.gpipe(p, m).ops[::-1]), 4, "rule"),
+    ],
+)
+def test_what_makes_no_fitting_schedule_is_refused(lab_of, schedule, num_microbatches, told, monkeypatch):
+    lab = lab_of(2)
+    monkeypatch.setattr(lab, "call", None)
+    layers = [linear(), linear()]
+    with pytest.raises(gl.InputError, match=told) as caught:
+        lab.run(schedule, layers, *batch(), loss_fn=F.mse_loss, num_microbatches=num_microbatches)
+    assert caught.value.rule and caught.value.got and caught.value.where and caught.value.remedy
+
+
+NORMS = {
+    "batch norm": lambda: nn.BatchNorm1d(6),
+    "without affine weights": lambda: nn.BatchNorm1d(6, affine=False),
+    "instance norm": lambda: nn.InstanceNorm1d(6, track_running_stats=True),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_running_statistics_that_two_stages_would_share_are_refused(lab_of, name):
+    norm = NORMS[name]().double()
+    layers = [nn.Sequential(linear(), norm), nn.Sequential(linear(), nn.Sequential(norm))]
+    for refused in (lambda: lab_of(2).pipeline(layers), lambda: cut(layers, 2)):
+        with pytest.raises(gl.InputError, match="a layer with running statistics is on one stage") as caught:
+            refused()
+        assert "stages 0 and 1" in caught.value.got and "tied" in caught.value.remedy
+    assert len(cut(layers, 1)) == 1
+    norm.eval()
+    assert len(cut(layers, 2)) == 2, "statistics that do not move may be shared"
+
+
+def test_the_remedy_for_a_shared_batch_norm_works(lab_of):
+    torch.manual_seed(0)
+    first, second = nn.BatchNorm1d(6).double(), nn.BatchNorm1d(6).double()
+    second.weight, second.bias = first.weight, first.bias
+    layers = [nn.Sequential(linear(), first), nn.Sequential(linear(), second)]
+    run = lab_of(2).run(gl.gpipe(2, M), layers, *batch(), loss_fn=F.mse_loss)
+    assert_equal(run.gradients(), one_process(layers))
+
+
+def test_a_loss_of_ones_own_is_weighted_by_rows_unless_told(lab_of):
+    layers = [linear(), linear()]
+    x = batch()[0]
+    targets = torch.tensor([1, -100, -100, -100, 2, 3, -100, 0])  # micro-batches with 1, 0, 2 and 1 that count
+
+    def own(output, target):
+        return F.cross_entropy(output, target, ignore_index=-100)
+
+    def grads(weights):
+        model = nn.Sequential(*copy.deepcopy(layers))
+        for part, target, weight in zip(x.chunk(M), targets.chunk(M), weights, strict=True):
+            if weight and (target != -100).any():
+                (own(model(part), target) * weight / sum(weights)).backward()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    some = x[4:], targets[4:]  # each of its micro-batches has something that counts
+    by_rows = lab_of(2).run(gl.gpipe(2, 2), layers, *some, loss_fn=own)
+    model = nn.Sequential(*copy.deepcopy(layers))
+    for part, target in zip(some[0].chunk(2), some[1].chunk(2), strict=True):
+        (own(model(part), target) / 2).backward()
+    assert_equal(by_rows.gradients(), {name: p.grad for name, p in model.named_parameters()})
+    weighted = lab_of(2).run(
+        gl.gpipe(2, M), layers, x, targets, loss_fn=own, loss_weight=lambda target: (target != -100).sum()
+    )
+    assert_equal(weighted.gradients(), grads([1, 0, 2, 1]))
+    whole = nn.Sequential(*copy.deepcopy(layers))
+    own(whole(x), targets).backward()
+    assert_equal(weighted.gradients(), {name: p.grad for name, p in whole.named_parameters()})
 
 
 def one_process(layers, inputs=None):

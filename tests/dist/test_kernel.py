@@ -2,12 +2,15 @@
 
 import os
 import signal
+import tempfile
 import time
 from queue import Empty
 
 import psutil
 import pytest
 from jupyter_client.manager import KernelManager
+
+from tests.processes import still_running
 
 SETUP = """
 import torch, torch.nn.functional as F, gpipe_lab as gl
@@ -26,9 +29,11 @@ LONG = "run(gl.Pace(forward_ms=2000, backward_ms=2000))"
 class Notebook:
     """A kernel and its client, as JupyterLab has them."""
 
-    def __init__(self):
+    def __init__(self, folder):
+        # Under nbmake the kernel knows that it is tested, and no longer shows what children print.
+        env = {**os.environ, "TMPDIR": folder, "PYTEST_CURRENT_TEST": "as under nbmake"}
         self.manager = KernelManager(kernel_name="python3")
-        self.manager.start_kernel()
+        self.manager.start_kernel(env=env)
         self.connect()
 
     def connect(self):
@@ -77,15 +82,20 @@ class Notebook:
 
 
 @pytest.fixture
-def notebook():
-    made = Notebook()
+def folder():
+    with tempfile.TemporaryDirectory(prefix="krn") as path:  # pytest's own is too long for a socket's name
+        yield path
+
+
+@pytest.fixture
+def notebook(folder):
+    made = Notebook(folder)
     yield made
     made.close()
 
 
-def wait_until_gone(processes, timeout=5):
-    _, alive = psutil.wait_procs(processes, timeout=timeout)
-    assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
+def assert_no_file_is_left(folder):
+    assert [name for name in os.listdir(folder) if name.startswith("pymp")] == []
 
 
 def test_interrupt_ends_the_step_and_leaves_the_lab_usable(notebook):
@@ -102,7 +112,45 @@ def test_interrupt_ends_the_step_and_leaves_the_lab_usable(notebook):
     assert error is None and "again" in text, text
 
 
-def test_restart_leaves_no_process(notebook):
+CELLS = [
+    ("print(all(type(r) is Mine for r in lab.launch(program)))", None, ["True", *["hello"] * 4]),
+    ("lab.launch(fail)", "RankFailed", []),
+    ("print(lab.launch(lambda context: context.rank))", None, ["[0, 1, 2, 3]"]),
+]
+
+
+def test_a_cells_own_class_and_function_and_its_prints(notebook):
+    define = """
+class Mine: pass
+def program(context):
+    print("hello")
+    return Mine()
+def fail(context): raise ValueError("mine")
+"""
+    assert notebook.run(SETUP + define)[1] is None
+    for code, error, lines in CELLS:
+        text, raised = notebook.run(code)
+        assert raised == error
+        tagged = [f"[rank {rank}] hello" for rank in range(lines.count("hello"))]
+        assert sorted(text.splitlines()) == sorted([line for line in lines if line != "hello"] + tagged)
+
+
+def test_a_schedule_function_of_a_cell_runs_as_its_value(notebook):
+    code = """
+def mine(num_ranks, num_microbatches):
+    rows = [[gl.Op(kind, stage, m) for kind in (gl.Kind.F, gl.Kind.B) for m in range(num_microbatches)]
+            for stage in range(num_ranks)]
+    return gl.Schedule("mine", num_microbatches, tuple(range(num_ranks)), tuple(map(tuple, rows)))
+by_function = lab.run(mine, model, x, x, loss_fn=F.mse_loss, num_microbatches=4)
+by_value = lab.run(mine(4, 4), model, x, x, loss_fn=F.mse_loss)
+print(by_function.loss == by_value.loss, by_function.trace.schedule == by_value.trace.schedule)
+print(all(torch.equal(g, by_value.gradients()[n]) for n, g in by_function.gradients().items()))
+"""
+    text, error = notebook.run(SETUP + code)
+    assert error is None and text.splitlines()[-2:] == ["True True", "True"], text
+
+
+def test_restart_leaves_no_process(notebook, folder):
     notebook.run(SETUP)
     notebook.start(LONG)
     time.sleep(1)
@@ -110,24 +158,26 @@ def test_restart_leaves_no_process(notebook):
     assert len(family) >= 4
     notebook.client.stop_channels()
     notebook.manager.restart_kernel(now=True)
-    wait_until_gone(family)
+    assert still_running(family, 5) == []
+    assert_no_file_is_left(folder)
     notebook.connect()
     text, error = notebook.run(SETUP)
     assert error is None and "loss" in text, text
 
 
-def test_a_killed_kernel_leaves_no_process(notebook):
+def test_a_killed_kernel_leaves_no_process(notebook, folder):
     notebook.run(SETUP)
     notebook.start(LONG)
     time.sleep(1)
     family = notebook.family()
     assert len(family) >= 4
     os.kill(notebook.pid, signal.SIGKILL)
-    wait_until_gone(family)
+    assert still_running(family, 5) == []
+    assert_no_file_is_left(folder)
 
 
-def test_two_labs_in_one_notebook_and_two_notebooks_at_once(notebook):
-    other = Notebook()
+def test_two_labs_in_one_notebook_and_two_notebooks_at_once(notebook, folder):
+    other = Notebook(folder)
     try:
         for each in (notebook, other):
             each.start(SETUP + "second = gl.Lab(4, device='cpu')\nprint('other lab', run(lab=second).loss)")

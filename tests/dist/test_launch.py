@@ -1,6 +1,8 @@
 """`lab.launch`: any torch.distributed program, on every rank, from a cell or a script."""
 
 import gc
+import importlib
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -127,6 +129,60 @@ def test_what_is_not_a_function_is_refused_before_anything_runs(lab):
     with pytest.raises(InputError, match="launch runs a function"):
         lab.launch("print('x')")
     assert lab.launch(lambda context: os.getpid()) == before
+
+
+MODULE = """
+import edited_helper
+
+class Layer:
+    def value(self):
+        return {value}, edited_helper.value()
+
+def answer(layer):
+    return layer.value(), type(layer) is Layer
+"""
+
+
+def test_a_reloaded_module_runs_as_the_notebook_has_it(lab, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # one of the same second and size would be taken
+
+    def write(value):
+        (tmp_path / "edited.py").write_text(MODULE.format(value=value))
+        (tmp_path / "edited_helper.py").write_text(f"def value():\n    return {10 * value}\n")
+        importlib.invalidate_caches()
+
+    write(1)
+    edited = importlib.import_module("edited")
+
+    def ask():
+        results = lab.launch(lambda context, layer: (edited.answer(layer), layer), edited.Layer())
+        assert all(type(layer) is edited.Layer for _, layer in results)
+        return [answer for answer, _ in results]
+
+    assert ask() == [((1, 10), True)] * 4
+    write(2)
+    assert ask() == [((1, 10), True)] * 4, "an edit alone changes nothing, here or there"
+    importlib.reload(sys.modules["edited_helper"])
+    importlib.reload(edited)
+    assert ask() == [((2, 20), True)] * 4
+    write(3)
+    importlib.reload(edited)
+    assert ask() == [((3, 20), True)] * 4
+
+
+def loaded(context):
+    from torch.utils.data import DataLoader, TensorDataset
+
+    data = TensorDataset(torch.arange(12.0) + context.rank)
+    loader = DataLoader(data, batch_size=5, num_workers=2)
+    return [batch.tolist() for (batch,) in loader]
+
+
+def test_a_program_may_load_its_data_with_processes_of_its_own(lab):
+    for rank, batches in enumerate(lab.launch(loaded)):
+        assert batches == [[float(rank + i) for i in range(start, min(start + 5, 12))] for start in (0, 5, 10)]
+    assert lab.launch(lambda context: len(multiprocessing.active_children())) == [0] * 4
 
 
 SCRIPT = """

@@ -222,17 +222,57 @@ def test_what_makes_no_optimizer_is_refused(lab_of, options):
         lab_of(2).pipeline(make_model(), loss_fn=F.mse_loss, **options)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"optimizer": lambda named: torch.optim.LBFGS([p for _, p in named])},
-        {"optimizer": lambda named: None},
-        {"optimizer": SGD, "scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau},
-    ],
-)
-def test_an_optimizer_whose_step_needs_more_is_refused(lab_of, options):
-    with pytest.raises(gl.RankFailed, match="rule:"):
+class NeedsClosure(torch.optim.SGD):
+    def step(self, closure):
+        return closure()
+
+
+KNOWN = [  # without a call, from the class
+    {"optimizer": torch.optim.LBFGS},
+    {"optimizer": functools.partial(torch.optim.LBFGS, lr=0.1)},
+    {"optimizer": functools.partial(NeedsClosure, lr=0.1)},
+    {"optimizer": nn.Linear},
+    {"optimizer": SGD, "scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau},
+    {"optimizer": SGD, "scheduler": functools.partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=2)},
+]
+FOUND_BY_A_RANK = [
+    {"optimizer": lambda named: torch.optim.LBFGS([p for _, p in named])},
+    {"optimizer": lambda named: NeedsClosure(named, lr=0.1)},
+    {"optimizer": lambda named: None},
+    {"optimizer": SGD, "scheduler": lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)},
+]
+
+
+@pytest.mark.parametrize("options", KNOWN)
+def test_an_optimizer_whose_step_needs_more_is_refused_before_a_process_works(lab_of, options, monkeypatch):
+    lab = lab_of(2)
+    monkeypatch.setattr(lab, "call", None)
+    with pytest.raises(gl.InputError) as caught:
+        lab.pipeline(make_model(), loss_fn=F.mse_loss, **options)
+    assert "step" in caught.value.rule and caught.value.got and caught.value.where and caught.value.remedy
+
+
+@pytest.mark.parametrize("options", FOUND_BY_A_RANK)
+def test_what_only_a_rank_finds_is_an_input_error_too(lab_of, options):
+    with pytest.raises(gl.InputError) as caught:
         lab_of(2).pipeline(make_model(), loss_fn=F.mse_loss, **options)
+    assert "step needs no" in caught.value.rule
+    assert caught.value.got and caught.value.where and caught.value.remedy
+    pipe = lab_of(2).pipeline(make_model(), loss_fn=F.mse_loss, optimizer=SGD)
+    assert pipe.step(gl.gpipe(2, 2), *make_batch()).loss > 0, "the lab is usable again"
+
+
+def test_a_factory_that_builds_no_module_is_refused_with_its_name(lab_of):
+    model = [lambda: nn.Linear(6, 6), lambda: torch.zeros(3)]
+    x, y = (t.float() for t in make_batch())
+    for refused in (
+        lambda: lab_of(2).run(gl.gpipe(2, 2), model, x, y, loss_fn=F.mse_loss),
+        lambda: lab_of(2).pipeline(model, loss_fn=F.mse_loss),
+    ):
+        with pytest.raises(gl.InputError) as caught:
+            refused()
+        assert caught.value.where == "layer '1'" and caught.value.got == "Tensor" and caught.value.remedy
+        assert lab_of(2).run(gl.gpipe(2, 2), [model[0]] * 2, x, y, loss_fn=F.mse_loss).loss > 0
 
 
 def test_a_failure_in_the_optimizer_is_placed_there(lab_of):

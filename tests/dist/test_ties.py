@@ -26,7 +26,7 @@ class Head(nn.Module):
 def test_tied_factories_of_other_shapes_are_refused(lab_of):
     model = [functools.partial(nn.Linear, 4, 4), functools.partial(nn.Linear, 4, 5)]
     x, y = torch.randn(4, 4), torch.randn(4, 5)
-    with pytest.raises(gl.RankFailed, match="tied weights have one shape"):
+    with pytest.raises(gl.InputError, match="tied weights have one shape"):
         lab_of(2).run(gl.gpipe(2, 2), model, x, y, loss_fn=F.mse_loss, ties=[("0.weight", "1.weight")])
 
 
@@ -120,7 +120,16 @@ def test_a_launched_program_between_steps_does_no_harm(lab_of):
 
 
 def test_names_that_are_not_there_are_refused(lab_of):
-    with pytest.raises(gl.InputError, match="a tie names parameters"):
-        lab_of(2).pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], ties=[("0.weight", "9.weight")])
-    with pytest.raises(gl.RankFailed, match="a tie names parameters"):
-        lab_of(2).pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], ties=[("0.weight", "1.weights")])
+    modules, factories = [nn.Linear(2, 2), nn.Linear(2, 2)], [lambda: nn.Linear(2, 2)] * 2
+    for model in (modules, factories, [modules[0], factories[1]]):
+        for wrong in ("9.weight", "1.weights", "weight", "1"):
+            with pytest.raises(gl.InputError, match="a tie names parameters") as caught:
+                lab_of(2).pipeline(model, ties=[("0.weight", wrong)])
+            assert caught.value.where == "ties" and repr(wrong) in caught.value.got and caught.value.remedy
+
+
+def test_a_misspelt_name_of_a_module_is_refused_before_a_process_works(lab_of, monkeypatch):
+    lab = lab_of(2)
+    monkeypatch.setattr(lab, "call", None)
+    with pytest.raises(gl.InputError, match=r"'1\.weights', of 1\.weight, 1\.bias"):
+        lab.pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], ties=[("0.weight", "1.weights")])
