@@ -73,9 +73,9 @@ class Trace:
         """What the events alone do not say, in words: at which stages, and why, a backward was not split."""
         names = {stage: ", ".join(n for s, n in self.unsplit if s == stage) for stage, _ in self.unsplit}
         return tuple(
-            f"Stage {stage}: I did the full backward of {weights}, and W added nothing to it. No linear layer "
-            "or convolution of torch's takes that weight as it is: it goes through a function of its own, a "
-            "compiled layer, or a computation."
+            f"Stage {stage}: I did the full backward of {weights}, and W added nothing to it. No linear "
+            "layer or convolution of torch's takes that weight as it is: it goes through a function of its "
+            "own, a compiled layer, or a computation."
             for stage, weights in sorted(names.items())
         )
 
