@@ -86,7 +86,7 @@ def pack(
         if isinstance(leaf, torch.Tensor):
             tensor = dense(leaf.detach())
             tensors.append(tensor)
-            metas.append(TensorMeta(tensor.shape, tensor.stride(), tensor.dtype, next(flags)))
+            metas.append(TensorMeta(tuple(tensor.shape), tensor.stride(), tensor.dtype, next(flags)))
         elif leaf is None or isinstance(leaf, bool | int | float | str):
             metas.append(leaf)
         else:
