@@ -81,11 +81,15 @@ _LAZY: dict[str, str] = {
     **dict.fromkeys(("bubble_table", "plot_bubble"), "gpipe_lab.view.apart"),
     **dict.fromkeys(("plot_race", "race_table"), "gpipe_lab.view.race"),
     "state_in_words": "gpipe_lab.view.moment",
+    **dict.fromkeys(("estimated_peak", "lay_out", "tune"), "gpipe_lab.plan.tuner"),
+    "Dials": "gpipe_lab.view.dials",
     "plot_bubble_curve": "gpipe_lab.view.curves",
     **dict.fromkeys(("Calculator", "share_table"), "gpipe_lab.view.calculator"),
     "plot_cut": "gpipe_lab.view.cut",
     "plot_lines": "gpipe_lab.view.lines",
     "plot_mesh": "gpipe_lab.view.mesh",
+    "plot_stage_costs": "gpipe_lab.view.stage_costs",
+    **dict.fromkeys(("Arrow", "plot_arrows"), "gpipe_lab.view.arrows"),
 }
 
 
