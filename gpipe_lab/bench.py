@@ -38,8 +38,9 @@ from .engine.streams import now_ms
 from .lab.lab import Lab
 from .lab.worker import RankContext
 from .plan.ops import Kind, Op
+from .plan.schedule import Schedule
 from .plan.schedules import SCHEDULES, gpipe, one_f_one_b
-from .plan.simulate import replay, simulate
+from .plan.simulate import Costs, replay, simulate
 
 WIDTH = 16
 TORCH_SCHEDULES: dict[str, Any] = {
@@ -251,6 +252,27 @@ def _plain_steps(
     return times[1:]
 
 
+def simulated(repeats: int) -> Iterator[Figure]:
+    """Computations of a built schedule that are simulated in a second: with other costs each time, and first.
+
+    A simulation ends with the makespan and the bubble known; the first also checks and walks the schedule.
+    """
+
+    def per_second(schedule: Schedule, forward: float) -> float:
+        start = now_ms()
+        trace = simulate(schedule, Costs(forward=forward, send=0.1))
+        assert trace.makespan_ms > 0 and trace.bubble_fraction > 0
+        return 1000 * sum(map(len, schedule.ops)) / (now_ms() - start)
+
+    for p, m in ((8, 64), (16, 128), (64, 512)):
+        schedules = [one_f_one_b(p, m) for _ in range(repeats)]
+        first = [per_second(schedule, 1.0) for schedule in schedules]
+        again = [per_second(schedule, 2.0) for schedule in schedules]
+        what = f"simulated operations a second, one_f_one_b P={p} M={m}"
+        yield figure(f"{what}, other costs", "gpipe_lab", again, "1/s")
+        yield figure(f"{what}, first", "gpipe_lab", first, "1/s")
+
+
 def start_up(repeats: int) -> Iterator[Figure]:
     """How long a learner waits for workers."""
 
@@ -288,6 +310,7 @@ def _nothing(context: RankContext) -> None:
 
 
 def measure(repeats: int) -> Iterator[Figure]:
+    yield from simulated(repeats)
     yield from start_up(repeats)
     with Lab(4) as lab:
         yield from paced(lab, 4, 8, 10.0, repeats)

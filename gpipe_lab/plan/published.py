@@ -12,12 +12,13 @@ from typing import NamedTuple
 
 from . import formulas
 from .catalogue import read
-from .costing import Setting, Stages, layers_of
+from .choosing import fullest_rank
+from .costing import Setting
 from .interleaved import interleaved
+from .layer_costs import Stages, layers_of
 from .memory import peak_in_flight
 from .models import Device, Model, Precision
 from .partition import uniform
-from .planner import fullest_rank
 from .recompute import with_recompute
 from .schedule import Schedule
 from .schedules import SCHEDULES, gpipe

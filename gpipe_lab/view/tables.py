@@ -83,37 +83,49 @@ def _predicted(trace: Trace) -> list[float | None]:
     """The closed forms, where they hold."""
     schedule = trace.schedule
     assert schedule is not None, "a trace carries its schedule"
-    p, m = schedule.num_stages, schedule.num_microbatches
+    p, m, v = schedule.num_ranks, schedule.num_microbatches, schedule.num_stages // schedule.num_ranks
     times = _equal_times(trace)
     recomputed = sum(op.kind is Kind.R and op.segment == 0 for op in schedule.rank_of)
     applies = (
         times is not None
-        and schedule.name in ("naive", "gpipe", "one_f_one_b", "forward_only")
-        and schedule.num_ranks == p
-        and not any(op.kind in (Kind.I, Kind.W) for op in schedule.rank_of)
-        and (recomputed == 0 or (recomputed == p * m and schedule.recompute_waits))
+        and schedule.num_replicas == 1
+        and (recomputed == 0 or (recomputed == schedule.num_stages * m and schedule.recompute_waits))
     )
     if not applies or times is None:
         return [None] * len(ROWS)
-    forward, backward, recompute = times
-    naive = schedule.name == "naive"
-    makespan = (formulas.naive_ms if naive else formulas.pipeline_ms)(p, m, forward, backward + recompute)
-    bubble = formulas.bubble_fraction(p, 1 if naive else m)
-    useful = (1 - bubble) * (forward + backward) / (forward + backward + recompute)
-    peak = max(formulas.peak_in_flight(schedule.name, p, m, stage) for stage in range(p))
-    return [makespan, 100 * bubble, 100 * useful, float(peak)]
+    forward, backward, recompute, inputs, weights = times
+    work = v * m * (forward + backward + recompute)  # of one rank
+    match schedule.name:
+        case "naive":
+            makespan = formulas.naive_ms(p, m, forward, backward + recompute)
+        case "gpipe" | "one_f_one_b" | "forward_only":
+            makespan = formulas.pipeline_ms(p, m, forward, backward + recompute)
+        case "interleaved" if m % p == 0:
+            makespan = formulas.interleaved_ms(p, m, v, forward, backward + recompute)
+        case "zero_bubble_h1" if m >= p and not recomputed and weights <= min(forward, inputs):
+            makespan = work + formulas.zero_bubble_h1_bubble_ms(p, forward, inputs, weights)
+        case _:
+            return [None] * len(ROWS)
+    if schedule.name == "interleaved":
+        peak = formulas.interleaved_peak(p, m, v)
+    else:
+        peak = max(formulas.peak_in_flight(schedule.name, p, m, stage) for stage in range(p))
+    busy = work / makespan if makespan else 0.0
+    useful = busy * (1 - v * m * recompute / work) if work else 0.0
+    return [makespan, 100 * (1 - busy), 100 * useful, float(peak)]
 
 
-def _equal_times(trace: Trace) -> tuple[float, float, float] | None:
-    """Forward, backward and recompute time in ms, if no stage and no micro-batch differs."""
+def _equal_times(trace: Trace) -> tuple[float, ...] | None:
+    """Forward, backward, recompute, backward_input and -weight in ms, if no stage or micro-batch differs."""
     costs = costs_of(trace)
+    kinds = (costs.forward, costs.backward, costs.recompute, costs.backward_input, costs.backward_weight)
     times = []
-    for cost in (costs.forward, costs.backward, costs.recompute):
+    for cost in kinds:
         per_stage = [0.0] if cost is None else [cost] if isinstance(cost, int | float) else list(cost)
         if max(per_stage) - min(per_stage) > 1e-9 * max(1.0, max(per_stage)):
             return None
         times.append(float(per_stage[0]))
-    return times[0], times[1], times[2]
+    return tuple(times)
 
 
 @dataclass(frozen=True)

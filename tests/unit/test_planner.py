@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 import gpipe_lab as gl
 from gpipe_lab.plan.catalogue import read
-from gpipe_lab.plan.costing import Setting, Stages, cut, lay_out, layers_of
+from gpipe_lab.plan.choosing import choose, fullest_rank
+from gpipe_lab.plan.costing import Setting, lay_out
+from gpipe_lab.plan.layer_costs import Stages, cut, layers_of
 from gpipe_lab.plan.models import FP32_PLAIN
-from gpipe_lab.plan.planner import choose, fullest_rank
 
 SMALL = gl.Model(name="small", layers=14, hidden=64, heads=4, ffn=256, vocab=500, sequence=32, dropout=True)
 CARD = gl.Device(

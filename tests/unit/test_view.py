@@ -300,6 +300,18 @@ def test_summary_predicts_what_is_simulated(make):
     assert held_at_once(trace) == gl.peak_in_flight(schedule)
 
 
+@pytest.mark.parametrize("name", ["naive", "gpipe", "one_f_one_b", "interleaved", "zero_bubble_h1"])
+@pytest.mark.parametrize("mode", ["never", "always"])
+def test_every_closed_form_stands_in_the_table_and_is_right(name, mode):
+    schedule = gl.with_recompute(gl.SCHEDULES[name](4, 8), mode)
+    costs = gl.Costs(forward=3, backward=5, backward_input=3, backward_weight=2)
+    table = summary_table(gl.simulate(schedule, costs))
+    if name == "zero_bubble_h1" and mode == "always":
+        assert table["predicted"].isna().all()  # no formula is known
+    else:
+        assert list(table["predicted"]) == pytest.approx(list(table["simulated"]), abs=0.011)
+
+
 def test_summary_with_recompute_and_where_no_formula_holds():
     always = gl.simulate(gl.with_recompute(gl.gpipe(4, 8), "always"), COSTS)
     table = summary_table(always)

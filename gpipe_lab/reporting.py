@@ -1,0 +1,256 @@
+"""From a model and a batch to one page: layers measured, a setting proposed, run for real, and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from .course.doctor import available_cores
+from .course.loops import track
+from .engine.loss import LossFn
+from .engine.microbatch import batch_size, split
+from .engine.pace import Pace
+from .engine.profile import Profile
+from .engine.tree import Tree, tensors
+from .lab.failures import RankFailed
+from .lab.lab import Lab
+from .lab.prepare import named_layers
+from .lab.run import Run
+from .plan.choosing import CHECKPOINTS, SCHEDULES, Plans, choose
+from .plan.costing import Plan, Setting
+from .plan.errors import require, require_count
+from .plan.layer_costs import Layer
+from .plan.models import Precision
+from .plan.units import parse_bytes
+from .view.report_page import Report, report_html
+
+PER_BYTE = Precision(parameter_bytes=1, gradient_bytes=1, optimizer_bytes=0)  # layers counted in bytes
+
+
+def report(
+    model: Any,
+    inputs: Tree,
+    targets: Tree | None = None,
+    *,
+    loss_fn: LossFn | None = None,
+    memory_limit: str | int | None = None,
+    num_ranks: int = 2,
+    path: str | Path = "report.html",
+    microbatch_sizes: Sequence[int] | None = None,
+    schedules: Sequence[str] = SCHEDULES,
+    checkpoints: Sequence[str] = CHECKPOINTS,
+    device: str = "auto",
+    seed: int = 0,
+    repeats: int = 3,
+) -> Report:
+    """Propose how to train `model` on up to `num_ranks` ranks with such batches, try it, and write a page.
+
+    Every layer is measured on this machine at each micro-batch size (powers of two that divide the batch
+    unless given); settings of P, m, M, schedule and checkpointing are ranked by simulation under the memory
+    limit (of one rank: weights, gradients, activations, messages; no optimizer); the best is run `repeats`
+    times by real processes under that limit, and the page at `path` shows what was predicted beside what was
+    measured. model, inputs, targets and loss_fn are as in `Lab.run`. More ranks than cores run paced at the
+    measured times, scaled by how many share a core.
+
+    Raises `InputError` for bad input, and where no setting fits: it names the least that does.
+    """
+    path = Path(path)
+    limit_bytes = parse_bytes(memory_limit)
+    _check(path, num_ranks, repeats, targets, loss_fn)
+    names, _ = named_layers(model)
+    num_rows = batch_size(inputs)
+    sizes = _sizes(num_rows, microbatch_sizes)
+    with Lab(1, device=device, memory_limit=None) as lab, _steps(len(sizes) + 2) as next_step:
+        profiles: dict[int, Profile] = {}
+        given: dict[int, int] = {}
+        for m in sizes:
+            next_step(f"layers at m = {m}")
+            some, wanted = (
+                tree if tree is None else split(tree, num_rows // m)[0] for tree in (inputs, targets)
+            )
+            profiles[m] = lab.profile(model, some, wanted, loss_fn=loss_fn, seed=seed)
+            given[m] = sum(tensor.numel() * tensor.element_size() for tensor in tensors(some))
+        plans = choose(
+            _settings(num_ranks, num_rows, sizes, schedules, checkpoints),
+            lambda setting: _measured_layers(
+                profiles[setting.microbatch_size],
+                given[setting.microbatch_size],
+                _shared_cores(lab, setting.num_stages),
+            ),
+            precision=PER_BYTE,
+            limit_bytes=limit_bytes,
+            most=10,
+        )
+        plan = plans.best
+        next_step(f"running P = {plan.setting.num_stages}")
+        lab.resize(plan.setting.num_stages)
+        lab.memory_limit = limit_bytes
+        plan, run, failed = _first_that_runs(
+            lab, plans, model, inputs, targets, loss_fn=loss_fn, seed=seed, repeats=repeats
+        )
+        next_step("the page")
+        found = Report(
+            path=path,
+            plans=plans,
+            plan=plan,
+            trace=run.trace,
+            memory=run.memory,
+            makespans_ms=run.makespans_ms,
+            failed=tuple(failed),
+            names=names,
+            layers=profiles[plan.setting.microbatch_size].frame(),
+            device=lab.device_plan.label,
+            num_cores=available_cores(),
+        )
+        path.write_text(report_html(found), encoding="utf-8")
+    return found
+
+
+def _check(path: Path, num_ranks: int, repeats: int, targets: Tree | None, loss_fn: LossFn | None) -> None:
+    require_count(num_ranks, "num_ranks", where="report")
+    require_count(repeats, "repeats", where="report")
+    require(
+        loss_fn is not None and targets is not None,
+        "a training step has a loss and something to compare with",
+        got="no loss_fn" if loss_fn is None else "no targets",
+        where="report",
+        remedy="report(model, inputs, targets, loss_fn=torch.nn.functional.mse_loss)",
+    )
+    require(
+        path.parent.is_dir() and not path.is_dir(),
+        "the page is written to a file in a folder that exists",
+        got=str(path),
+        where="report",
+        remedy='path="report.html"',
+    )
+
+
+def _sizes(num_rows: int, given: Sequence[int] | None) -> tuple[int, ...]:
+    """The micro-batch sizes to measure: divisors of the batch."""
+    if given is None:
+        powers = [2**k for k in range(num_rows.bit_length()) if num_rows % 2**k == 0]
+        return tuple(powers[-4:])
+    for size in given:
+        require_count(size, "a micro-batch size", where="report")
+        require(
+            num_rows % size == 0,
+            "micro-batch sizes divide the batch",
+            got=f"{size} for {num_rows} rows",
+            where="report",
+            remedy=f"microbatch_sizes=({num_rows},)",
+        )
+    require(bool(given), "at least one micro-batch size is tried", got="none", where="report")
+    return tuple(given)
+
+
+def _settings(
+    num_ranks: int, num_rows: int, sizes: Sequence[int], schedules: Sequence[str], checkpoints: Sequence[str]
+) -> Iterator[Setting]:
+    for p, m, name, mode in product(range(1, num_ranks + 1), sizes, schedules, checkpoints):
+        yield Setting(
+            num_stages=p, microbatch_size=m, num_microbatches=num_rows // m, schedule=name, checkpoint=mode
+        )
+
+
+def _shared_cores(lab: Lab, num_stages: int) -> float:
+    """How many ranks of a lab share a core, at least 1: on GPUs every rank is taken to have its own."""
+    if lab.device_plan.kind != "cpu":
+        return 1.0
+    return max(1.0, num_stages / available_cores())
+
+
+def _measured_layers(profile: Profile, given_bytes: int, slower: float) -> tuple[Layer, ...]:
+    inputs = [given_bytes, *(layer.output_bytes for layer in profile.layers)]
+    return tuple(
+        Layer(
+            name=measured.name,
+            parameters=measured.parameter_bytes,
+            forward_ms=slower * measured.forward_ms,
+            backward_ms=slower * measured.backward_ms,
+            weight_ms=slower * measured.backward_ms / 2,
+            saved_bytes=max(measured.saved_bytes, own),
+            input_bytes=own,
+            output_bytes=measured.output_bytes,
+        )
+        for measured, own in zip(profile.layers, inputs[:-1], strict=True)
+    )
+
+
+def _first_that_runs(
+    lab: Lab,
+    plans: Plans,
+    model: Any,
+    inputs: Tree,
+    targets: Tree | None,
+    *,
+    loss_fn: LossFn | None,
+    seed: int,
+    repeats: int,
+) -> tuple[Plan, Run, list[tuple[Setting, str]]]:
+    """The best plan whose run stays within the limit; those before it that did not, and what they said."""
+    failed: list[tuple[Setting, str]] = []
+    for plan in plans.ranked:
+        setting = plan.setting
+        if lab.num_ranks != setting.num_stages:
+            lab.resize(setting.num_stages)
+        schedule = setting.build()
+        costs = _stage_costs(plan)
+        paced = lab.device_plan.kind == "shared_cuda" or _shared_cores(lab, setting.num_stages) > 1
+        try:
+            run = lab.run(
+                schedule,
+                model,
+                inputs,
+                targets,
+                loss_fn=loss_fn,
+                checkpoint=setting.checkpoint,
+                partition=[len(span) for span in plan.spans],
+                seed=seed,
+                repeats=repeats,
+                pace=Pace(**costs) if paced else None,
+            )
+        except RankFailed as error:
+            if "OutOfMemory" not in f"{error.reason} {type(error.__cause__).__name__}":
+                raise
+            failed.append((setting, error.reason))
+            last = error
+        else:
+            return plan, run, failed
+    raise last
+
+
+def _stage_costs(plan: Plan) -> dict[str, Any]:
+    """The mean time of each stage's forwards and backwards in the plan's trace, as a pace takes them."""
+    schedule = plan.trace.schedule
+    assert schedule is not None
+    found: dict[str, list[float]] = {"forward_ms": [], "backward_ms": []}
+    for stage in range(schedule.num_stages):
+        for name, kinds in (("forward_ms", "F"), ("backward_ms", "BIW")):
+            total = sum(
+                e.duration_ms
+                for e in plan.trace.computations
+                if e.op.stage == stage and e.op.kind.value in kinds
+            )
+            found[name].append(total / schedule.num_microbatches)
+    return found
+
+
+@contextmanager
+def _steps(number: int) -> Iterator[Callable[[str], None]]:
+    """A function that moves a progress bar on to the step it names."""
+    labels: list[str] = [""]
+    bar = track(range(number + 1), lambda _: labels[0])
+
+    def next_step(label: str) -> None:
+        labels[0] = label
+        next(bar)
+
+    try:
+        yield next_step
+        for _ in bar:
+            pass
+    finally:
+        bar.close()  # type: ignore[attr-defined]
