@@ -78,6 +78,7 @@ _LAZY: dict[str, str] = {
     "Plan": "gpipe_lab.plan.costing",
     "Plans": "gpipe_lab.plan.choosing",
     "report": "gpipe_lab.reporting",
+    "this_machine": "gpipe_lab.lab.machine",
     **dict.fromkeys(("Explorer", "explore"), "gpipe_lab.view.explorer"),
     **dict.fromkeys(("bubble_table", "plot_bubble"), "gpipe_lab.view.apart"),
     **dict.fromkeys(("plot_race", "race_table"), "gpipe_lab.view.race"),
@@ -97,7 +98,7 @@ _LAZY: dict[str, str] = {
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name == "Lab":  # what makes workers imports torch while this process does
+    if name in ("Lab", "report", "this_machine"):  # what makes workers imports torch while this process does
         import_module("gpipe_lab.lab.processes").start_forkserver()
     value = getattr(import_module(_LAZY[name]), name)
     globals()[name] = value

@@ -3,6 +3,7 @@
 import pytest
 
 import gpipe_lab as gl
+from gpipe_lab.plan.catalogue import read
 from gpipe_lab.plan.published import GOOD, comparisons, evaluate
 
 
@@ -93,3 +94,10 @@ def test_one_call_gives_the_table_and_the_picture(rows):
     picture = found.plot()
     assert "within 5" in picture.alt and "cannot be predicted" in picture.alt
     assert len(picture.png()) > 10_000
+
+
+def test_zero_bubble_s_shapes_have_the_parameters_of_their_names():
+    for row in read("tables/zero_bubble_profile")[1]:
+        hidden = int(row["hidden"])
+        count = int(row["layers"]) * 12 * hidden**2 + 2 * int(row["vocab"]) * hidden
+        assert count == pytest.approx(float(row["model"].removesuffix("B")) * 1e9, rel=0.1)
