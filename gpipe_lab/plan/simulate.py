@@ -156,12 +156,12 @@ class Times:
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
-        """For every rank, (kind, start, end) of its computations in the order they run."""
+        """The computations of every rank, in the order they run."""
         starts, ends = self.columns
-        rows = []
-        for kinds, steps in self.schedule.walked.computed:
-            rows.append(list(zip(kinds, [starts[i] for i in steps], [ends[i] for i in steps], strict=True)))
-        return tuple(rows)
+        return tuple(
+            Row(kinds, [starts[step] for step in steps], [ends[step] for step in steps])
+            for kinds, steps in self.schedule.walked.computed
+        )
 
     @cached_property
     def events(self) -> tuple[Event, ...]:

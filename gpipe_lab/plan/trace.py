@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, fields
 from functools import cached_property
+from operator import sub
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -40,7 +41,12 @@ class Event(NamedTuple):
         return self.end_ms - self.start_ms
 
 
-Row = list[tuple[Kind, float, float]]  # kind, start, end
+class Row(NamedTuple):
+    """The computations of one rank in columns: their kinds, when they start and when they end."""
+
+    kinds: list[Kind]
+    starts: list[float]
+    ends: list[float]
 
 
 class Layout(Protocol):
@@ -104,26 +110,31 @@ class Trace:
 
     @cached_property
     def _rows(self) -> tuple[Row, ...]:
-        """For every rank (kind, start, end) of its computations, in the order of the events."""
+        """The computations of every rank, in the order of the events."""
         layout = self.__dict__.get("_layout")
         if layout is not None:
             return layout.rows
-        rows: list[Row] = [[] for _ in range(self.num_ranks)]
+        rows = tuple(Row([], [], []) for _ in range(self.num_ranks))
         for rank, _, op, start, end in self.computations:
-            rows[rank].append((op.kind, start, end))
-        return tuple(rows)
+            rows[rank].kinds.append(op.kind)
+            rows[rank].starts.append(start)
+            rows[rank].ends.append(end)
+        return rows
 
     @cached_property
     def start_ms(self) -> float:
-        return min((start for row in self._rows for _, start, _ in row), default=0.0)
+        return min((min(row.starts) for row in self._rows if row.starts), default=0.0)
 
     @cached_property
     def makespan_ms(self) -> float:
         """From the first computation's start to the last one's end."""
-        return max((end for row in self._rows for _, _, end in row), default=0.0) - self.start_ms
+        return max((max(row.ends) for row in self._rows if row.ends), default=0.0) - self.start_ms
 
     def busy_ms(self, rank: int, kinds: frozenset[Kind] = COMPUTE) -> float:
-        return sum([end - start for kind, start, end in self._rows[rank] if kind in kinds])
+        row = self._rows[rank]
+        if kinds is COMPUTE:
+            return sum(map(sub, row.ends, row.starts))
+        return sum([end - start for kind, start, end in zip(*row, strict=True) if kind in kinds])
 
     def busy_fraction(self, rank: int) -> float:
         """The share of the makespan in which `rank` computes."""
