@@ -289,6 +289,11 @@ def schedule_formulas(p: int = 4, m: int = 12) -> Iterator[Comparison]:
         name = row["schedule"]
         case = f"{name}, p = {p}, m = {m}"
         if name not in names:
+            missing = "the time of a forward and a backward that overlap (F&B), and of whole pairs of them"
+            yield Comparison(
+                f"formulas ({row['source']})", case, "peak activations", "",
+                evaluate(row["peak_activation"], letters), None, f"cannot be predicted without {missing}",
+            )  # fmt: skip
             continue
         chunks = v if name.startswith("Interleaved") else 1
         schedule = SCHEDULES[names[name]](p, m)
