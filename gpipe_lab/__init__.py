@@ -8,8 +8,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from .plan.bubble import take_apart
-from .plan.critical_path import critical_path
 from .plan.dualpipe import dualpipe_v
 from .plan.errors import InputError, ScheduleError
 from .plan.interleaved import interleaved
@@ -27,22 +25,25 @@ from .plan.recompute import with_recompute
 from .plan.replicate import replicate
 from .plan.schedule import Schedule, dependencies
 from .plan.schedules import SCHEDULES, forward_only, gpipe, naive, one_f_one_b
-from .plan.search import search
 from .plan.simulate import Costs, costs_of, replay, simulate
-from .plan.torch_csv import from_csv, to_csv
 from .plan.trace import Event, Trace
 from .plan.validate import validate
 from .plan.zero_bubble import zero_bubble_h1, zero_bubble_h2, zero_bubble_v
 
 __version__ = "0.1.0"
 
-# Names that cost an import of torch, matplotlib or ipywidgets, or the reading of files: found on first use.
+# Names that cost an import of torch, matplotlib or ipywidgets, the reading of files, or are seldom used:
+# found on first use.
 _LAZY: dict[str, str] = {
     "Lab": "gpipe_lab.lab.lab",
     "Pace": "gpipe_lab.engine.pace",
     "PipelineLost": "gpipe_lab.lab.failures",
     "RankFailed": "gpipe_lab.lab.failures",
     "RunStopped": "gpipe_lab.lab.failures",
+    "critical_path": "gpipe_lab.plan.critical_path",
+    "search": "gpipe_lab.plan.search",
+    "take_apart": "gpipe_lab.plan.bubble",
+    **dict.fromkeys(("from_csv", "to_csv"), "gpipe_lab.plan.torch_csv"),
     "batch": "gpipe_lab.engine.corpus",
     "corpus": "gpipe_lab.engine.corpus",
     "gpt": "gpipe_lab.engine.layers",
