@@ -208,6 +208,7 @@ class Lab:
         scheduler: Callable | None = None,
         max_norm: float | None = None,
         partition: Partition = "uniform",
+        stage_to_rank: Sequence[int] | Schedule | None = None,
         ties: Ties | None = None,
         num_replicas: int = 1,
         autocast: torch.dtype | None = None,
@@ -217,8 +218,9 @@ class Lab:
 
         optimizer: a function from named parameters to a torch Optimizer, such as
         `functools.partial(torch.optim.SGD, lr=0.1)`; scheduler: from that to a learning-rate scheduler.
-        max_norm: clip gradients by their norm over all stages. num_replicas: of num_ranks / num_replicas
-        stages each. The rest is as in `run`.
+        max_norm: clip gradients by their norm over all stages. stage_to_rank: where the stages are, for
+        schedules with several on a rank, `gl.interleaved(4, 8)` itself or its tuple; one stage a rank unless
+        given. num_replicas: of num_ranks / num_replicas ranks each. The rest is as in `run`.
         """
         loss = LossOptions(loss_fn=loss_fn, loss_weight=loss_weight, loss_reduction=loss_reduction)
         return Pipeline(
@@ -229,6 +231,7 @@ class Lab:
             scheduler=scheduler,
             max_norm=max_norm,
             partition=partition,
+            stage_to_rank=stage_to_rank,
             ties=ties,
             num_replicas=num_replicas,
             autocast=autocast,

@@ -8,7 +8,7 @@ import math
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,6 +55,7 @@ class Pipeline:
         scheduler: Callable | None,
         max_norm: float | None,
         partition: Partition,
+        stage_to_rank: Sequence[int] | Schedule | None,
         ties: Ties | None,
         num_replicas: int,
         autocast: torch.dtype | None,
@@ -97,7 +98,8 @@ class Pipeline:
         self._rule = loss.read()
         require_count(num_replicas, "num_replicas", where="Lab.pipeline")
         self.num_replicas = num_replicas
-        self._stages = cut(model, max(lab.num_ranks // num_replicas, 1), partition)
+        self.stage_to_rank = _placement(stage_to_rank, max(lab.num_ranks // num_replicas, 1))
+        self._stages = cut(model, len(self.stage_to_rank), partition)
         self._options = {"optimizer": optimizer, "scheduler": scheduler, "max_norm": max_norm, "ties": ties}
         self._key = f"pipeline {next(_keys)}"
         self._steps = 0
@@ -107,6 +109,10 @@ class Pipeline:
     @property
     def num_stages(self) -> int:
         return len(self._stages)
+
+    @property
+    def _ranks_per_replica(self) -> int:
+        return 1 + max(self.stage_to_rank)
 
     def step(
         self,
@@ -125,7 +131,8 @@ class Pipeline:
     ) -> Run:
         """One training step: gradients of the batch, and with `update` an optimizer step.
 
-        schedule: a `gl.Schedule`, or a function that makes one of (number of stages, num_microbatches).
+        schedule: a `gl.Schedule` with the stages where the pipeline has them, or a function that makes one of
+        (number of ranks, num_microbatches).
         After an update the next step starts from zeroed gradients; steps without one add up.
         profile: run torch's profiler along, which takes time; `run.profiles` has a trace for each rank.
         """
@@ -136,7 +143,15 @@ class Pipeline:
             where="Pipeline.step",
             remedy="lab.pipeline(..., optimizer=functools.partial(torch.optim.SGD, lr=0.1)), or update=False",
         )
-        schedule = made(schedule, self.num_stages, num_microbatches, where="Pipeline.step")
+        schedule = made(schedule, self._ranks_per_replica, num_microbatches, where="Pipeline.step")
+        place = getattr(schedule, "stage_to_rank", self.stage_to_rank)
+        require(
+            place == self.stage_to_rank or len(set(place)) != self._ranks_per_replica,
+            "a pipeline's stages stay where they were put: a schedule for it has them there",
+            got=f"{schedule.name!r} with stages on ranks {place}, the pipeline's are on {self.stage_to_rank}",
+            where="Pipeline.step",
+            remedy="lab.pipeline(..., stage_to_rank=schedule)",
+        )
         require(
             getattr(schedule, "trains", True),
             "a training step needs a schedule with backwards",
@@ -174,23 +189,23 @@ class Pipeline:
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Whole-model parameter names to accumulated gradients, on the CPU."""
-        return _joined(self._call(jobs.gradients))
+        return self._joined(self._call(jobs.gradients))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The whole model's weights and buffers, on the CPU, as `nn.Sequential.state_dict` names them."""
-        return _joined(self._ask("state_dict"))
+        return self._joined(self._ask("state_dict"))
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Set the weights and buffers; brings back a pipeline that was lost, with a new optimizer."""
         if self._is_lost:
             self._build()
         self._require_fitting(state)
-        parts = [("load_state_dict", self._part(state, stage)) for stage in range(self.num_stages)]
+        parts = [("load_state_dict", self._part(state, rank)) for rank in range(self._ranks_per_replica)]
         self._call(jobs.ask, parts * self.num_replicas)
 
     def _require_fitting(self, state: Mapping[str, torch.Tensor]) -> None:
         """Raise `InputError` for a state of another model; the weights then stay as they are."""
-        expected = _joined(self._ask("shapes"))
+        expected = self._joined(self._ask("shapes"))
         given = {name: tuple(value.shape) for name, value in state.items()}
         wrong = [f"no {name}" for name in expected if name not in given]
         wrong += [f"{name}, which the model has not" for name in given if name not in expected]
@@ -244,17 +259,17 @@ class Pipeline:
         return self.lab.generation != self._generation
 
     def _build(self) -> None:
-        num_ranks = self.num_stages * self.num_replicas
+        num_ranks = self._ranks_per_replica * self.num_replicas
         require(
             self.lab.num_ranks == num_ranks,
-            "a pipeline, or each of its replicas, has one stage on every rank of its lab",
-            got=f"{self.num_replicas} x {self.num_stages} stages, {self.lab.num_ranks} ranks",
+            "a pipeline, or each of its replicas, has a stage on every rank of its lab",
+            got=f"{self.num_replicas} x {self._ranks_per_replica} ranks with stages, {self.lab.num_ranks} in all",
             where="Pipeline",
             remedy=f"lab.resize({num_ranks})",
         )
         specs = read_spec(
             self._stages,
-            range(self.num_stages),
+            self.stage_to_rank,
             self.lab.num_ranks,
             seed=self.seed,
             limit_bytes=parse_bytes(self.lab.memory_limit),
@@ -282,7 +297,8 @@ class Pipeline:
         )
 
     def _forward(self, inputs: Tree, targets: Tree | None, num_microbatches: int) -> Run:
-        schedule = replicate(forward_only(self.num_stages, num_microbatches), self.num_replicas)
+        forwards = forward_only(self.num_stages, num_microbatches, stage_to_rank=self.stage_to_rank)
+        schedule = replicate(forwards, self.num_replicas)
         step = StepContext(
             seed=self.seed, step=self._steps, training=False, gradients=False, autocast=self.autocast
         )
@@ -305,10 +321,34 @@ class Pipeline:
     def _ask(self, method: str) -> list[Any]:
         return self._call(jobs.ask, [(method,)] * self.lab.num_ranks)
 
-    def _part(self, state: Mapping[str, torch.Tensor], stage: int) -> dict[str, torch.Tensor]:
-        """The entries of a whole model's state that belong to a stage."""
-        prefixes = tuple(f"{name}." for name in self._stages[stage].names)
+    def _joined(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
+        """What the ranks gave by parameter name, in the order of the model's layers."""
+        position = {
+            name: at for at, name in enumerate(name for stage in self._stages for name in stage.names)
+        }
+        found = {name: value for part in parts for name, value in part.items()}
+        return {name: found[name] for name in sorted(found, key=lambda name: position[name.split(".")[0]])}
+
+    def _part(self, state: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+        """The entries of a whole model's state that belong to the stages of a rank."""
+        here = [s for s, home in zip(self._stages, self.stage_to_rank, strict=True) if home == rank]
+        prefixes = tuple(f"{name}." for stage in here for name in stage.names)
         return {name: value for name, value in state.items() if name.startswith(prefixes)}
+
+
+def _placement(given: Sequence[int] | Schedule | None, num_ranks: int) -> tuple[int, ...]:
+    """The rank of a replica that holds each stage: given, or that of a schedule, or one stage a rank."""
+    if given is None:
+        return tuple(range(num_ranks))
+    place = tuple(given.stage_to_rank if isinstance(given, Schedule) else given)
+    require(
+        bool(place) and set(place) == set(range(1 + max(place))),
+        "stage_to_rank has a rank for every stage, and a stage for every rank",
+        got=f"stage_to_rank={place}",
+        where="Lab.pipeline",
+        remedy="stage_to_rank=gl.interleaved(4, 8), or (0, 1, 2, 3, 0, 1, 2, 3)",
+    )
+    return place
 
 
 def _class_made_by(function: Callable | None) -> type | None:
@@ -316,7 +356,3 @@ def _class_made_by(function: Callable | None) -> type | None:
     while isinstance(function, functools.partial):
         function = function.func
     return function if isinstance(function, type) else None
-
-
-def _joined(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    return {name: value for part in parts for name, value in part.items()}

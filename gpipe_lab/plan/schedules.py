@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from .build import alternate, build, check_counts, each, loop_placement
 from .dualpipe import dualpipe_v
@@ -13,14 +13,22 @@ from .schedule import Schedule
 from .zero_bubble import zero_bubble_h1, zero_bubble_h2, zero_bubble_v
 
 
-def forward_only(num_stages: int, num_microbatches: int) -> Schedule:
-    """Inference, and the laundry: every micro-batch goes down the pipeline, nothing comes back."""
+def forward_only(
+    num_stages: int, num_microbatches: int, *, stage_to_rank: Sequence[int] | None = None
+) -> Schedule:
+    """Inference, and the laundry: every micro-batch goes down the pipeline, nothing comes back.
+
+    stage_to_rank: where the stages are; one on each rank unless given. A rank with several takes its forwards
+    by micro-batch + stage, the slot that each would have if every stage had a rank of its own.
+    """
     check_counts("forward_only", num_stages=num_stages, num_microbatches=num_microbatches)
+    place = loop_placement(num_stages) if stage_to_rank is None else stage_to_rank
 
-    def row(stage: int) -> list[Op]:
-        return each(Kind.F, stage, num_microbatches)
+    def row(rank: int) -> list[Op]:
+        here = [each(Kind.F, stage, num_microbatches) for stage in range(num_stages) if place[stage] == rank]
+        return sorted((op for ops in here for op in ops), key=lambda op: (op.microbatch + op.stage, op.stage))
 
-    return build("forward_only", num_microbatches, loop_placement(num_stages), row)
+    return build("forward_only", num_microbatches, place, row)
 
 
 def naive(num_stages: int, num_microbatches: int = 1) -> Schedule:

@@ -55,6 +55,36 @@ def test_training_equals_one_process(lab_of, make, optimizer):
             assert torch.allclose(value, state[name], rtol=1e-10, atol=1e-12), name
 
 
+@pytest.mark.parametrize("make", [gl.interleaved, gl.zero_bubble_v, gl.dualpipe_v], ids=lambda make: make.__name__)
+def test_schedules_with_several_stages_on_a_rank_train_too(lab_of, make, tmp_path):
+    losses, state = train_in_one_process(make_model(), ADAM, 4)
+    schedule = make(2, 4)
+    pipe = lab_of(2).pipeline(make_model(), loss_fn=F.mse_loss, optimizer=ADAM, stage_to_rank=schedule)
+    mine = [pipe.step(schedule, *make_batch(seed=step)).loss for step in range(3)]
+    pipe.save_state(tmp_path / "state")
+    again = lab_of(2).pipeline(make_model(), loss_fn=F.mse_loss, optimizer=ADAM, stage_to_rank=schedule)
+    again.load_state(tmp_path / "state")
+    mine.append(again.step(make, *make_batch(seed=3), num_microbatches=4).loss)
+    assert mine == pytest.approx(losses, rel=1e-11)
+    assert list(again.state_dict()) == list(state)
+    for name, value in again.state_dict().items():
+        assert torch.allclose(value, state[name], rtol=1e-10, atol=1e-12), name
+    x, y = make_batch()
+    alone = make_model()
+    alone.load_state_dict(again.state_dict())
+    assert torch.allclose(again.predict(x, num_microbatches=3), alone(x), rtol=1e-12)
+    pipe.load_state_dict(again.state_dict())
+    assert pipe.evaluate(x, y) == pytest.approx(F.mse_loss(alone(x), y).item(), rel=1e-12)
+
+
+def test_a_schedule_with_its_stages_elsewhere_is_refused(lab_of):
+    pipe = lab_of(2).pipeline(make_model(), loss_fn=F.mse_loss, optimizer=SGD)
+    with pytest.raises(gl.InputError, match=r"stage_to_rank=schedule"):
+        pipe.step(gl.interleaved(2, 4), *make_batch())
+    with pytest.raises(gl.InputError, match="a stage for every rank"):
+        lab_of(2).pipeline(make_model(), loss_fn=F.mse_loss, stage_to_rank=(0, 2))
+
+
 def test_clipping_uses_the_norm_over_all_stages_and_schedulers_step(lab_of):
     halve = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
     losses, state = train_in_one_process(make_model(), SGD, 5, max_norm=0.01, make_scheduler=halve)

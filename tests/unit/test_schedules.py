@@ -29,6 +29,16 @@ def test_each_operation_once_on_its_rank(name, shape):
         assert all(op.stage == rank for rank, row in enumerate(schedule.ops) for op in row)
 
 
+@pytest.mark.parametrize("make", [gl.interleaved, gl.zero_bubble_v], ids=lambda make: make.__name__)
+def test_forwards_go_down_any_placement(make):
+    for p, m in GRIDS:
+        place = make(p, m * p).stage_to_rank
+        schedule = gl.forward_only(len(place), m, stage_to_rank=place)
+        gl.validate(gl.lower(schedule))
+        assert gl.simulate(schedule).makespan_ms >= len(place) + m - 1
+        assert {op for row in schedule.ops for op in row} == every_op(len(place), m, (F,))
+
+
 @pytest.mark.parametrize("name", [*TRAINING, "forward_only"])
 def test_dependencies_are_respected_on_the_clock(name):
     for p, m in GRIDS:
