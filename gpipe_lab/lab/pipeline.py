@@ -263,7 +263,7 @@ class Pipeline:
         require(
             self.lab.num_ranks == num_ranks,
             "a pipeline, or each of its replicas, has a stage on every rank of its lab",
-            got=f"{self.num_replicas} x {self._ranks_per_replica} ranks with stages, {self.lab.num_ranks} in all",
+            got=f"{self.num_replicas} x {self._ranks_per_replica} ranks with stages of {self.lab.num_ranks}",
             where="Pipeline",
             remedy=f"lab.resize({num_ranks})",
         )
