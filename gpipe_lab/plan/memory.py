@@ -142,6 +142,7 @@ class StageBytes:
     `weights` maps categories that stay for the whole step (parameters, gradients, optimizer) to bytes.
     `saved` counts everything one micro-batch keeps for its backward, the stage's input included;
     `boundary` is that input, all that checkpointing keeps. Stage 0's input is token ids or samples.
+    `deferred` is what a split backward keeps besides from I to W: the gradients that W multiplies by.
     `segments`: (input, saved) of each part of a stage that is recomputed part by part; equal parts unless
     given.
     """
@@ -149,6 +150,7 @@ class StageBytes:
     saved: int
     boundary: int
     weights: dict[str, int] = field(default_factory=dict)
+    deferred: int = 0
     segments: tuple[tuple[int, int], ...] = ()
 
     def parts(self, num_segments: int) -> tuple[tuple[int, int], ...]:
@@ -210,8 +212,11 @@ def _changes(op: Op, schedule: Schedule, size: StageBytes) -> list[tuple[str, in
         return [("boundary", kept)] if recomputes else [("saved", size.saved)]
     if op.kind is Kind.R:
         return [("recomputed", restored)]
+    if split and op.kind is Kind.I:
+        return [("deferred", size.deferred)]
     if op.kind not in BACKWARD or (split and op.kind is not Kind.W):
         return []
+    waited = [("deferred", -size.deferred)] if split else []
     if recomputes:
-        return [("recomputed", -restored), ("boundary", -given)]
-    return [("saved", -size.saved)]
+        return [*waited, ("recomputed", -restored), ("boundary", -given)]
+    return [*waited, ("saved", -size.saved)]

@@ -35,8 +35,13 @@ class Number:
             style=LABEL,
             layout=widgets.Layout(width="24em"),
         )
-        self.box = box(
-            value=value, step=step, tooltip=f"{tip}, as a number", layout=widgets.Layout(width="5em")
+        self.box = box(  # its label takes no room: it names the box to those who cannot see the slider
+            value=value,
+            step=step,
+            description=f"{name}, as a number",
+            tooltip=tip,
+            style={"description_width": "0px"},
+            layout=widgets.Layout(width="5.5em"),
         )
         self.note = widgets.HTML()
         self.slider.observe(self._moved, names="value")
@@ -68,8 +73,8 @@ def hint(text: str, *, role: str = "") -> str:
     """A line of small print."""
     announced = f' role="{role}"' if role else ""
     return (
-        f'<span{announced} style="font-size:0.9em;line-height:1.4;white-space:normal">'
-        f"{html.escape(text)}</span>"
+        f'<div{announced} style="font-size:0.9em;line-height:1.4;white-space:normal;padding:4px 0">'
+        f"{html.escape(text)}</div>"
     )
 
 
@@ -85,16 +90,24 @@ def choice(name: str, tip: str, options: Sequence[str], value: str) -> Any:
     )
 
 
-class Section:
-    """A button that unfolds what is beneath it. A button, since the keyboard reaches buttons."""
+def explained(control: Any) -> Any:
+    """A control's tooltip as text beside it: JupyterLab does not show that of a dropdown."""
+    return widgets.HTML(hint(control.tooltip))
 
-    def __init__(self, name: str, tip: str, rows: Sequence[Any], *, opened: bool = False) -> None:
+
+class Section:
+    """A button that unfolds controls beneath it, and `shown` further down. The keyboard reaches buttons."""
+
+    def __init__(
+        self, name: str, tip: str, rows: Sequence[Any], shown: Sequence[Any] = (), *, opened: bool = False
+    ) -> None:
         self.name = name
         self.button = widgets.ToggleButton(
             value=opened, description=name, tooltip=tip, layout=widgets.Layout(width="auto")
         )
         border = widgets.Layout(border_left="3px solid #9aa0a6", padding="2px 0 6px 10px", margin="4px 0")
         self.body = widgets.VBox([widgets.HTML(hint(tip)), *rows], layout=border)
+        self._shown = [self.body, *shown]
         self.button.observe(lambda _: self._fold(), names="value")
         self._fold()
 
@@ -107,4 +120,5 @@ class Section:
 
     def _fold(self) -> None:
         self.button.icon = "caret-down" if self.is_open else "caret-right"
-        self.body.layout.display = "" if self.is_open else "none"
+        for place in self._shown:
+            place.layout.display = "" if self.is_open else "none"

@@ -14,7 +14,7 @@ from .background import Attempt, from_the_browser, running_loop
 from .downloads import links
 from .lanes import Lanes, measured_lanes
 from .panel import SECTIONS, Panel
-from .runner import MEASURING, LabRunner, Measured, Runner
+from .runner import MEASURING, LabRunner, Measured, Runner, does_not_fit
 from .runs import Phase, Runs, Tell, was_stopped
 from .scene import LAUNDRY, Wording, summary
 from .screen import Screen, Shown
@@ -327,7 +327,10 @@ class Explorer:
     def _show_error(self, error: BaseException) -> None:
         self.error = error
         self._seen = from_the_browser()
-        self.panel.say(f"{type(error).__name__}: {error}", alarm=True)
+        told = (
+            f"Does not fit: {error.__cause__}" if does_not_fit(error) else f"{type(error).__name__}: {error}"
+        )
+        self.panel.say(told, alarm=True)
 
     def _repr_mimebundle_(self, **options: Any) -> Any:
         data = self.panel.box._repr_mimebundle_(**options)

@@ -8,7 +8,9 @@ from typing import Any
 
 import ipywidgets as widgets
 
-from .controls import ROW, Number, Section, choice
+from ..plan.schedule import Schedule
+from ..plan.schedules import SCHEDULES
+from .controls import ROW, Number, Section, choice, explained, hint
 from .picture import Picture, img
 from .race import MOST
 from .scene import Marks, Wording
@@ -50,19 +52,21 @@ class Panel:
         self.measured = widgets.HTML()
         opened = {*opened, *_sections_of(start)}
         self.sections = {
-            name: Section(name, tip, rows, opened=name in opened)
-            for name, (tip, rows) in self._folded().items()
+            name: Section(name, tip, rows, shown, opened=name in opened)
+            for name, (tip, rows, shown) in self._folded().items()
             if name in sections
         }
-        first = [self.schedule] if len(schedules) > 1 else []
+        first = [self.schedule, self.about] if len(schedules) > 1 else []
         rows: list[Any] = [
             widgets.HBox([*self.stages.parts, *self.microbatches.parts], layout=ROW),
-            widgets.HBox([*first, self.run, self.stop, self.progress], layout=ROW),
+            *([widgets.HBox(first, layout=ROW)] if first else []),
+            widgets.HBox([self.run, self.stop, self.progress], layout=ROW),
         ]
         if self.sections:
             rows.append(widgets.HBox([s.button for s in self.sections.values()], layout=ROW))
         rows += [section.body for section in self.sections.values()]
-        self.box = widgets.VBox([*rows, self.status, self.simulated, self.measured_note, self.measured])
+        charts = [self.simulated, self.words, self.measured_note, self.measured]
+        self.box = widgets.VBox([*rows, self.status, *charts, self.apart, self.race, self.measured_race])
 
     def _make_controls(
         self,
@@ -134,6 +138,7 @@ class Panel:
             "layers": self.layers,
             "cut": self.cut,
         }
+        self.about = widgets.HTML()
         self.reasons = widgets.HTML()
 
     def _make_buttons(self) -> None:
@@ -167,26 +172,35 @@ class Panel:
         self.race = widgets.HTML()
         self.measured_race = widgets.HTML()
 
-    def _folded(self) -> dict[str, tuple[str, list[Any]]]:
-        """What each section explains and holds."""
+    def _folded(self) -> dict[str, tuple[str, list[Any], list[Any]]]:
+        """What each section explains, its controls, and what it shows beneath or between the charts."""
         return {
             COSTS: (
                 "What operations and messages cost. On Run, every operation is held as long as it says here.",
                 [
                     widgets.HBox([*self.ratio.parts, *self.send.parts], layout=ROW),
                     widgets.HBox([self.layers, *self.heaviest.parts], layout=ROW),
-                    widgets.HBox([self.cut, self.reasons], layout=ROW),
+                    widgets.HBox([self.cut, explained(self.cut)], layout=ROW),
+                    self.reasons,
                 ],
+                [],
             ),
             MEMORY: (
                 "What the ranks hold, beneath the chart on the same time axis. The simulated bytes "
-                "leave room for the messages under way.",
-                [self.checkpoint, widgets.HBox([self.limited, *self.limit.parts], layout=ROW)],
+                "leave room for the messages under way. A limit is drawn, and kept on Run: a rank that "
+                "passes it fails.",
+                [
+                    widgets.HBox([self.checkpoint, explained(self.checkpoint)], layout=ROW),
+                    widgets.HBox([self.limited, *self.limit.parts], layout=ROW),
+                ],
+                [],
             ),
             CLOSER: (
-                "Move the time to mark a moment in every chart and read it below. The bubble is taken apart "
-                "by laying the schedule out again without one cause after another.",
-                [widgets.HBox([*self.time.parts, self.path], layout=ROW), self.words, self.apart],
+                "Move the time to mark a moment in every chart and read beneath what every rank does then. "
+                "At the end the bubble is taken apart, by laying the schedule out again without one cause "
+                "after another.",
+                [widgets.HBox([*self.time.parts, self.path], layout=ROW)],
+                [self.words, self.apart],
             ),
             RACE: (
                 "Up to four schedules of the same model on one time axis, under the limit set in Memory.",
@@ -194,13 +208,13 @@ class Panel:
                     widgets.HBox(self.lanes[:2], layout=ROW),
                     widgets.HBox(self.lanes[2:], layout=ROW),
                     self.run_race,
-                    self.race,
-                    self.measured_race,
                 ],
+                [self.race, self.measured_race],
             ),
             SAVE: (
                 "Pictures as PNG and SVG, the numbers as CSV, and traces for ui.perfetto.dev.",
                 [self.save, self.files],
+                [],
             ),
         }
 
@@ -257,6 +271,7 @@ class Panel:
 
     def switch(self, settings: Settings) -> None:
         """Disable the controls that mean nothing beside the others, and say why."""
+        self.about.value = hint(_about(settings))
         off = switched_off(settings)
         for name, number in self.numbers.items():
             number.slider.disabled = number.box.disabled = name in off
@@ -280,6 +295,14 @@ class Panel:
         """Whether a run is in progress."""
         self.stop.disabled = not working
         self.progress.layout.visibility = "visible" if working else "hidden"
+
+
+def _about(settings: Settings) -> str:
+    """What the schedule is, in the first line of its description."""
+    own = settings.own.get(settings.schedule)
+    described = SCHEDULES[settings.schedule] if own is None else own
+    text = "" if isinstance(described, Schedule) else (described.__doc__ or "")
+    return text.strip().partition("\n")[0] or "a schedule of your own"
 
 
 def _sections_of(start: Settings) -> set[str]:

@@ -162,6 +162,8 @@ def _model(torch: Any) -> Any:
 
 def does_not_fit(error: BaseException | None) -> bool:
     """Whether a run ended because a rank passed its memory limit."""
-    from ..engine.ledger import OutOfMemory
+    if error is None or error.__cause__ is None:
+        return False
+    from ..engine.ledger import OutOfMemory  # imports torch, as a run that had a cause has done
 
-    return error is not None and isinstance(error.__cause__, OutOfMemory)
+    return isinstance(error.__cause__, OutOfMemory)

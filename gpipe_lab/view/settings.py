@@ -168,8 +168,12 @@ def simulated_memory(settings: Settings, trace: Trace) -> MemoryReport:
             weights["gradients"] = len(part) * LAYER_BYTES
         if trace.num_ranks > 1:
             weights["communication"] = MESSAGES_HELD * BOUNDARY_BYTES
-        saved = (len(part) + 1) * BOUNDARY_BYTES
-        sizes.append(StageBytes(saved=saved, boundary=BOUNDARY_BYTES, weights=weights))
+        layers = len(part) * BOUNDARY_BYTES  # an output each; the gradients of as many wait for W
+        sizes.append(
+            StageBytes(
+                saved=layers + BOUNDARY_BYTES, boundary=BOUNDARY_BYTES, deferred=layers, weights=weights
+            )
+        )
     return simulate_memory(trace, sizes, limit_bytes=settings.memory_limit)
 
 

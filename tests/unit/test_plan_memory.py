@@ -178,3 +178,14 @@ def test_lowering_changes_no_memory():
 def test_one_size_per_stage():
     with pytest.raises(gl.InputError, match="one StageBytes per stage"):
         gl.simulate_memory(gl.simulate(gl.gpipe(2, 2)), [StageBytes(saved=1, boundary=1)])
+
+
+def test_a_split_backward_keeps_gradients_from_its_input_half_to_its_weight_half():
+    trace = gl.simulate(gl.zero_bubble_h1(2, 3))
+    sizes = [gl.StageBytes(saved=100, boundary=10, deferred=40)] * 2
+    report = gl.simulate_memory(trace, sizes)
+    for rank in range(2):
+        assert report.peak_bytes(rank, "deferred") >= 40
+        assert report.moments(rank)[-1].total == 0
+    whole = gl.simulate_memory(gl.simulate(gl.gpipe(2, 3)), sizes)
+    assert whole.peak_bytes(0, "deferred") == 0
