@@ -49,7 +49,7 @@ class Program:
             self._has_probed = True
             self._stage_0(_split(x, num_microbatches)[0])  # to learn the shape of what it sends
         total = 0.0
-        seen = []
+        seen: list[Any] = []
         for part, target in zip(_split(x, num_microbatches), _split(y, num_microbatches), strict=True):
             loss = self._microbatch(part, target, seen, scale=len(part) / sum(sizes))
             total += loss * len(part) / sum(sizes)
@@ -98,11 +98,11 @@ class Program:
             for parameter in self._weights().values():
                 parameter.grad /= num_microbatches
         if self._bug != DRIFT:
-            tied = [self._first.weight, self._last.weight]
+            tied: list[Any] = [self._first.weight, self._last.weight]
             held = [before["0.weight"], before["3.weight"]]
             news = [p.grad if old is None else p.grad - old for p, old in zip(tied, held, strict=True)]
             for parameter, old in zip(tied, held, strict=True):
-                parameter.grad = sum(news) if old is None else old + sum(news)
+                parameter.grad = news[0] + news[1] if old is None else old + news[0] + news[1]
 
     def _weights(self) -> dict[str, Any]:
         return {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import re
 from base64 import b64encode
-from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -13,7 +12,7 @@ from typing import NamedTuple
 from ..plan.memory import MemoryReport
 from ..plan.trace import Trace
 from .picture import Picture
-from .style import PAPER, look, size_of
+from .style import size_of
 
 
 class File(NamedTuple):
@@ -42,7 +41,7 @@ def pictures_of(name: str, picture: Picture) -> list[File]:
     stem = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
     return [
         File(f"{stem}.png", "image/png", picture.png()),
-        File(f"{stem}.svg", "image/svg+xml", _svg(picture)),
+        File(f"{stem}.svg", "image/svg+xml", picture.svg().encode()),
     ]
 
 
@@ -55,13 +54,6 @@ def links(files: list[File]) -> str:
         for file in files
     )
     return f'<ul style="line-height:1.6;margin:4px 0">{"".join(items)}</ul>'
-
-
-def _svg(picture: Picture) -> bytes:
-    drawn = BytesIO()
-    with look():
-        picture.savefig(drawn, format="svg", facecolor=PAPER)
-    return drawn.getvalue()
 
 
 def _perfetto(trace: Trace) -> bytes:

@@ -31,11 +31,13 @@ def sections(name: str, page: str, html: str) -> list[Section]:
         left_out.decompose()
     found = [Section(name, page, page, "")]
     texts: list[list[str]] = [[]]
+    titles: set[int] = set()  # what belongs to a heading is no text
     for node in soup.descendants:
         if isinstance(node, Tag) and node.name in HEADINGS:
             found.append(Section(f"{name}#{node['id']}", node.get_text(" ", strip=True), page, ""))
             texts.append([])
-        elif isinstance(node, NavigableString) and node.find_parent(HEADINGS) is None:
+            titles.update(map(id, node.descendants))
+        elif isinstance(node, NavigableString) and id(node) not in titles:
             texts[-1].append(node)
     whole = [" ".join(" ".join(parts).split()) for parts in texts]
     return [replace(section, text=text) for section, text in zip(found, whole, strict=True) if text]

@@ -69,6 +69,8 @@ def notebook_html(path: Path) -> str:
     notebook.cells = [shown for cell in notebook.cells for shown in _with_panel_named(cell)]
     exporter = HTMLExporter(template_name="basic", exclude_input_prompt=True, exclude_output_prompt=True)
     exporter.register_filter("markdown2html", markdown_html)
+    # Code is what is cleaned here, and pygments has escaped it; cleaning would take a quarter of all time.
+    exporter.register_filter("clean_html", lambda html: html)
     fragment, _ = exporter.from_notebook_node(notebook)
     return fragment
 
