@@ -111,6 +111,7 @@ def test_markdown_becomes_mathml_and_anchors() -> None:
     assert html.count("<math") == 2 and 'display="block"' in html
     assert "&lt;" in html or "&#x0003C;" in html
     assert 'href="glossary.html#bubble"' in html
+    assert 'id="why"' in (twice := markdown_html("## Why?\n\n## Why?")) and 'id="why-1"' in twice
 
 
 def test_sections_and_their_words() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,15 @@ PANEL = "*In the notebook a live panel stands here. The same views follow as fig
 class PageRenderer(IPythonRenderer):
     """Markdown with formulas as MathML, headings with GitHub's anchors, and links that stay in the site."""
 
+    def __init__(self, seen: Counter[str], **options: Any) -> None:
+        """`seen` counts the anchors of the page: a second one of a name gets -1, as on GitHub."""
+        super().__init__(escape=False, **options)
+        self._seen = seen
+
     def heading(self, text: str, level: int, **attrs: Any) -> str:
-        name = anchor(re.sub(r"<[^>]+>", "", text))
+        plain = anchor(re.sub(r"<[^>]+>", "", text))
+        name = f"{plain}-{self._seen[plain]}" if self._seen[plain] else plain
+        self._seen[plain] += 1
         link = f'<a class="anchor" href="#{name}" aria-label="link to here">¶</a>'
         return f'<h{level} id="{name}">{text}{link}</h{level}>\n'
 
@@ -59,8 +68,9 @@ def _is_local(url: str) -> bool:
     return re.match(r"[a-z]+:", url) is None
 
 
-def markdown_html(text: str, attachments: dict[str, Any] | None = None) -> str:
-    return MarkdownWithMath(renderer=PageRenderer(escape=False, attachments=attachments)).render(text)
+def markdown_html(text: str, seen: Counter[str] | None = None) -> str:
+    """A page's Markdown, or a part of it if `seen` goes from part to part."""
+    return MarkdownWithMath(renderer=PageRenderer(Counter() if seen is None else seen)).render(text)
 
 
 def notebook_html(path: Path) -> str:
@@ -68,7 +78,7 @@ def notebook_html(path: Path) -> str:
     notebook = nbformat.read(path, as_version=4)
     notebook.cells = [shown for cell in notebook.cells for shown in _with_panel_named(cell)]
     exporter = HTMLExporter(template_name="basic", exclude_input_prompt=True, exclude_output_prompt=True)
-    exporter.register_filter("markdown2html", markdown_html)
+    exporter.register_filter("markdown2html", partial(markdown_html, seen=Counter()))
     # Code is what is cleaned here, and pygments has escaped it; cleaning would take a quarter of all time.
     exporter.register_filter("clean_html", lambda html: html)
     fragment, _ = exporter.from_notebook_node(notebook)
