@@ -213,10 +213,10 @@ def _changes(op: Op, schedule: Schedule, size: StageBytes) -> list[tuple[str, in
     if op.kind is Kind.R:
         return [("recomputed", restored)]
     if split and op.kind is Kind.I:
-        return [("deferred", size.deferred)]
+        return [("deferred", size.deferred)] if size.deferred else []
     if op.kind not in BACKWARD or (split and op.kind is not Kind.W):
         return []
-    waited = [("deferred", -size.deferred)] if split else []
+    waited = [("deferred", -size.deferred)] if split and size.deferred else []
     if recomputes:
         return [*waited, ("recomputed", -restored), ("boundary", -given)]
     return [*waited, ("saved", -size.saved)]
