@@ -46,20 +46,17 @@ def pages(made: tuple[Chapter, ...]) -> dict[str, str]:
 
 
 def formula_page(sheet: tuple[Formula, ...], claims: dict[str, Claim], files: dict[str, str]) -> str:
-    """The formula sheet, with the figures of the claims. Raises KeyError for a claim that nobody made."""
-    rows = []
-    for entry in sheet:
-        claim = claims[entry.claim]
-        rows.append(
-            (
-                f"**{entry.formula}**",
-                entry.gives,
-                entry.holds_when,
-                _link(claim.chapter, files),
-                f"{claim.text}: formula {_with_unit(claim.predicted, claim)}, "
-                f"{claim.source} {_with_unit(claim.measured, claim)}",
-            )
+    """The formula sheet, with the figures of the claims."""
+    rows = [
+        (
+            f"**{entry.formula}**",
+            entry.gives,
+            entry.holds_when,
+            _link(entry.claim[:2], files),
+            _measured(claims.get(entry.claim)),
         )
+        for entry in sheet
+    ]
     head = (
         "# Formula sheet\n\n"
         "Every formula, when it holds, and what a chapter measured. P stages, M micro-batches, B rows in a "
@@ -68,6 +65,16 @@ def formula_page(sheet: tuple[Formula, ...], claims: dict[str, Claim], files: di
     )
     columns = ("formula", "what it gives", "holds when", "chapter", "what was measured")
     return "\n".join([head, _markdown_table(columns, rows), ""])
+
+
+def _measured(claim: Claim | None) -> str:
+    """A chapter gives no verdict where the machine was too busy for one."""
+    if claim is None:
+        return "no verdict when the chapters were last run"
+    return (
+        f"{claim.text}: formula {_with_unit(claim.predicted, claim)}, "
+        f"{claim.source} {_with_unit(claim.measured, claim)}"
+    )
 
 
 def claims_page(claims: tuple[Claim, ...], files: dict[str, str]) -> str:
