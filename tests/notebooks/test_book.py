@@ -102,6 +102,7 @@ def test_links_stay_in_the_site() -> None:
     assert in_site("glossary.md#bubble") == "glossary.html#bubble"
     assert in_site("../README.md") == "index.html"
     assert in_site("#here") == "#here"
+    assert in_site("../data/train.toml#L3") == "repository/data/train.toml#L3"
     assert in_site("https://a.b/c.md") == "https://a.b/c.md"
 
 

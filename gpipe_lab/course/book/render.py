@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from pygments.formatters import HtmlFormatter
 
 from ..glossary import anchor
 
+FILES = "repository/"  # where the site has those files of the repository that a page leads to
 PANEL = "*In the notebook a live panel stands here. The same views follow as figures.*"
 
 
@@ -39,7 +41,7 @@ class PageRenderer(IPythonRenderer):
         return super().link(text, in_site(url), title)
 
     def image(self, text: str, url: str, title: str | None = None) -> str:
-        return super().image(text, Path(url).name if _is_local(url) else url, title)
+        return super().image(text, in_site(url), title)
 
     def inline_math(self, body: str) -> str:
         return mathml(body)
@@ -52,16 +54,20 @@ class PageRenderer(IPythonRenderer):
 
 
 def in_site(url: str) -> str:
-    """Where a link of a chapter leads in the site: another page's HTML, or, unchanged, elsewhere.
+    """Where a link of a chapter leads: to another page's HTML, a file's copy, or, unchanged, elsewhere.
 
     >>> in_site("03_micro_batches.ipynb#the-idea"), in_site("glossary.md#bubble"), in_site("https://a.b/c.md")
     ('03_micro_batches.html#the-idea', 'glossary.html#bubble', 'https://a.b/c.md')
+    >>> in_site("../data/train.toml")
+    'repository/data/train.toml'
     """
-    if not _is_local(url):
-        return url
     path, mark, fragment = url.partition("#")
-    name = Path(path).name
-    return re.sub(r"^README\.html$", "index.html", re.sub(r"\.(ipynb|md)$", ".html", name)) + mark + fragment
+    if not _is_local(url) or not path:
+        return url
+    if Path(path).suffix not in (".ipynb", ".md"):
+        return FILES + posixpath.normpath(posixpath.join("notebooks", path)) + mark + fragment
+    page = "index" if Path(path).name == "README.md" else Path(path).stem
+    return f"{page}.html{mark}{fragment}"
 
 
 def _is_local(url: str) -> bool:

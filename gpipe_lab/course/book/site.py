@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from dataclasses import dataclass
 from html import escape
@@ -11,10 +12,9 @@ from string import Template
 from ..chapters import Chapter, chapters, map_markdown
 from ..facts import NOTEBOOKS, ROOT
 from .index import index_js, sections
-from .render import RENDERERS, code_css, markdown_html
+from .render import FILES, RENDERERS, code_css, markdown_html
 
 ASSETS = Path(__file__).parent / "assets"
-PICTURE = ROOT / "data" / "runs" / "gpipe_p4_m8.png"
 ALT = (
     "A Gantt chart of GPipe with four stages and eight micro-batches, measured and paced; beneath it what "
     "each rank held."
@@ -24,7 +24,7 @@ INTRODUCTION = f"""# gpipe_lab
 An interactive course on GPipe pipeline parallelism in which every figure is a real run. These pages show the
 chapters as they were last executed. To move the sliders and to be graded, open the notebooks: `make lab`.
 
-![{ALT}]({PICTURE.name})
+![{ALT}](../data/runs/gpipe_p4_m8.png)
 
 ## Map of the course
 
@@ -52,7 +52,8 @@ def write(folder: Path, notebooks: Path = NOTEBOOKS) -> list[Path]:
         shutil.copy(ASSETS / asset, folder)
     with (folder / "book.css").open("a", encoding="utf-8") as css:
         css.write(code_css())
-    shutil.copy(PICTURE, folder)
+    for page in pages:
+        _copy_files(page.content, folder)
     found = [section for page in pages for section in sections(page.name, page.title, page.content)]
     (folder / "search_index.js").write_text(index_js(found), encoding="utf-8")
     shell = Template((ASSETS / "page.html").read_text(encoding="utf-8"))
@@ -62,6 +63,14 @@ def write(folder: Path, notebooks: Path = NOTEBOOKS) -> list[Path]:
         )
         (folder / page.name).write_text(text, encoding="utf-8")
     return [folder / page.name for page in pages]
+
+
+def _copy_files(content: str, folder: Path) -> None:
+    """What a page leads to outside the notebooks. Raises FileNotFoundError for a link to nothing."""
+    for name in re.findall(rf'(?:href|src)="{FILES}([^"#]+)', content):
+        copy = folder / FILES / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, copy)
 
 
 def _pages(made: tuple[Chapter, ...], notebooks: Path) -> list[Page]:
