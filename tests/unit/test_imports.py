@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
+import pytest
+
 import gpipe_lab
 
 ROOT = Path(gpipe_lab.__file__).parent
@@ -130,6 +132,7 @@ def python(code: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.alone
 def test_importing_the_package_is_fast_and_light():
     code = (  # the process's own time, so that a busy machine does not count
         "import time; start = time.process_time()\n"

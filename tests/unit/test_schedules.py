@@ -261,6 +261,7 @@ def test_closed_forms():
     assert formulas.laundry_minutes([30, 60, 20], 5) == 110 + 4 * 60
 
 
+@pytest.mark.alone
 def test_building_a_large_schedule_is_quick():
     start = time.perf_counter()
     gl.gpipe(32, 512)

@@ -169,6 +169,7 @@ def test_the_same_arguments_give_the_same_schedule():
     assert all(gl.search(4, 6, costs, max_in_flight=5, effort=200_000) == first for _ in range(2))
 
 
+@pytest.mark.alone
 def test_effort_bounds_the_time():
     costs = some_costs(random.Random(4), 8)
     for m in (8, 64):

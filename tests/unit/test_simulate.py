@@ -226,6 +226,7 @@ def test_replay_drops_the_messages():
     assert gl.replay(trace).makespan_ms == pytest.approx(18)
 
 
+@pytest.mark.alone
 def test_a_large_schedule_is_simulated_quickly():
     schedule = gl.gpipe(32, 512)
     start = time.perf_counter()
@@ -235,6 +236,7 @@ def test_a_large_schedule_is_simulated_quickly():
     assert elapsed < 10, f"32768 operations took {elapsed:.2f} s"
 
 
+@pytest.mark.alone
 def test_a_slider_s_schedule_is_simulated_within_a_frame():
     start = time.perf_counter()
     for _ in range(5):
