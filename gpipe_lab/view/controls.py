@@ -56,7 +56,7 @@ class Number:
         self.slider.max = most
 
     def _moved(self, change: Any) -> None:
-        self.box.value = change.new
+        self.box.value = round(change.new, 3)  # steps of a half do not add up exactly
         self.note.value = ""
 
     def _typed(self, change: Any) -> None:

@@ -318,9 +318,8 @@ def _sections_of(start: Settings) -> set[str]:
 
 
 def _button(name: str, icon: str, tip: str, *, style: str = "") -> Any:
-    return widgets.Button(
-        description=name, icon=icon, tooltip=tip, button_style=style, layout=widgets.Layout(width="auto")
-    )
+    layout = widgets.Layout(width="auto", align_self="flex-start")
+    return widgets.Button(description=name, icon=icon, tooltip=tip, button_style=style, layout=layout)
 
 
 def _look(alarm: bool) -> str:

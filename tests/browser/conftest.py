@@ -17,13 +17,9 @@ from typing import Any
 import psutil
 import pytest
 
-nbformat = pytest.importorskip("nbformat")
-playwright = pytest.importorskip(
-    "playwright.sync_api", reason="playwright is missing: pip install -r tests/browser/requirements.txt"
-)
-
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 START_S = 90
+WIDTH, HEIGHT = 1280, 800
 SCREENSHOTS = os.environ.get("GPIPE_LAB_SCREENSHOTS")  # a folder to keep what the tests saw
 
 # JupyterLab's own: it asks for resources that a bare server does not have.
@@ -56,8 +52,13 @@ class Lab:
         return psutil.Process(self.server.pid).children(recursive=True)
 
     def screenshot(self, name: str) -> None:
-        if SCREENSHOTS:
-            self.page.screenshot(path=str(Path(SCREENSHOTS) / f"{name}.png"))
+        """What a learner sees, and all of it."""
+        if not SCREENSHOTS:
+            return
+        for end, height in (("", HEIGHT), ("_whole", 4 * HEIGHT)):
+            self.page.set_viewport_size({"width": WIDTH, "height": height})
+            self.page.screenshot(path=str(Path(SCREENSHOTS) / f"{name}{end}.png"))
+        self.page.set_viewport_size({"width": WIDTH, "height": HEIGHT})
 
 
 def until(condition: Callable[[], Any], what: str, *, seconds: float = START_S) -> Any:
@@ -73,6 +74,9 @@ def until(condition: Callable[[], Any], what: str, *, seconds: float = START_S) 
 
 @pytest.fixture(scope="session")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    nbformat = pytest.importorskip("nbformat")
+    missing = "playwright is missing: pip install -r tests/browser/requirements.txt"
+    playwright = pytest.importorskip("playwright.sync_api", reason=missing)
     if CHROMIUM is None:
         pytest.skip("chromium is missing: apt-get install chromium")
     folder = tmp_path_factory.mktemp("lab")
@@ -83,7 +87,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     try:
         with playwright.sync_playwright() as driver:
             browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-            page = browser.new_page(viewport={"width": 1280, "height": 800})
+            page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
             page.set_default_timeout(1000 * START_S)
             started = Lab(server, page)
             page.on("console", lambda said: _note(started.problems, said))

@@ -123,12 +123,17 @@ def test_sections_unfold_by_keyboard(lab: Lab) -> None:
     alt = wait_for(lab, "simulated", "gpipe, P = 3, M = 6", "Memory, simulated", "Critical path")
     assert "rank 0 F0" in alt
     lab.page.get_by_text(re.compile("rank 0 computes forward of micro-batch 0")).first.wait_for()
-    moment = lab.page.locator(".gl-moment").first
-    at = moment.bounding_box()["x"]
+
+    def line_at() -> float | None:
+        """Where the line is; None while it is being drawn."""
+        place = lab.page.locator(".gl-moment").first.bounding_box()
+        return place["x"] if place else None
+
+    at = until(line_at, "the moment is marked")
     slider(lab, "time (ms)").focus()
     for _ in range(20):
         lab.page.keyboard.press("PageUp")
-    until(lambda: moment.bounding_box() and moment.bounding_box()["x"] > at + 20, "the line moves")
+    until(lambda: (line_at() or 0) > at + 20, "the line moves")
     lab.screenshot("closer_light")
 
 
@@ -212,6 +217,9 @@ def test_the_page_complained_of_nothing(lab: Lab) -> None:
 
 
 def test_nothing_is_left_behind_when_the_kernel_ends(lab: Lab) -> None:
-    assert len(lab.processes()) > 3, "kernel, server of workers, workers"
+    lab.page.get_by_text("memory limit on every rank").click()
+    button(lab, "Run").click()
+    wait_for(lab, "measured, paced", "P = 3, M = 6")
+    assert len(lab.processes()) >= 5, "kernel, server of workers, three workers"
     lab.page.evaluate("jupyterapp.serviceManager.sessions.shutdownAll()")
     until(lambda: not lab.processes(), "all that the kernel started has ended", seconds=15)
