@@ -44,6 +44,7 @@ class Number:
             layout=widgets.Layout(width="5.5em"),
         )
         self.note = widgets.HTML()
+        self._follows = False
         self.slider.observe(self._moved, names="value")
         self.box.observe(self._typed, names="value")
 
@@ -56,10 +57,14 @@ class Number:
         self.slider.max = most
 
     def _moved(self, change: Any) -> None:
+        self._follows = True  # the box must not move a slider back that somebody still moves
         self.box.value = round(change.new, 3)  # steps of a half do not add up exactly
+        self._follows = False
         self.note.value = ""
 
     def _typed(self, change: Any) -> None:
+        if self._follows:
+            return
         asked = change.new
         given = min(max(asked, self.slider.min), self.slider.max)
         self.slider.value = given
