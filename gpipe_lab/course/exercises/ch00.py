@@ -1,4 +1,4 @@
-"""Chapter 00, the laundry: when is the last load done if the machines are not equally fast?"""
+"""Chapter 00, the laundry: who holds which load, and when is the last done on machines of unequal speed?"""
 
 from __future__ import annotations
 
@@ -7,6 +7,86 @@ import math
 from ...plan.schedules import forward_only
 from ...plan.simulate import Costs, simulate
 from ..exercise import Answer, Exercise, Mismatch, over
+
+# Which machine holds which load.
+
+
+def load_in(machine, slot, num_loads):
+    """The load that a machine holds in a slot, or -1 where it stands idle. All are counted from 0.
+
+    Every machine takes one slot for a load.
+    """
+    return -1  # change this line
+
+
+def load_in_solution(machine, slot, num_loads):
+    # Load n is in machine k in slot n + k. Before load 0 is the fill, after the last load the drain.
+    return slot - machine if 0 <= slot - machine < num_loads else -1
+
+
+def never_idle(machine: int, slot: int, num_loads: int) -> int:
+    return slot - machine
+
+
+def forgets_the_drain(machine: int, slot: int, num_loads: int) -> int:
+    return max(-1, slot - machine)
+
+
+def all_start_at_once(machine: int, slot: int, num_loads: int) -> int:
+    return slot if slot < num_loads else -1
+
+
+def one_slot_late(machine: int, slot: int, num_loads: int) -> int:
+    return load_in_solution(machine, slot - 1, num_loads)
+
+
+def one_load_too_many(machine: int, slot: int, num_loads: int) -> int:
+    return load_in_solution(machine, slot, num_loads + 1)
+
+
+def only_the_first_load(machine: int, slot: int, num_loads: int) -> int:
+    return 0 if slot == machine else -1
+
+
+@over(P=range(1, 5), M=range(1, 6))
+def fills_the_grid(answer: Answer, P: int, M: int) -> Mismatch | None:
+    """asked for every machine and slot, it gives the grid of P machines and M loads"""
+    schedule = forward_only(P, M)
+    for machine, row in enumerate(schedule.cells()):
+        for slot, cell in enumerate(row):
+            right = -1 if cell == "." else int(cell[1:])
+            got = answer(machine, slot, M)
+            if got != right:
+                return Mismatch(f"{right} in machine {machine}, slot {slot}", got, schedule.grid())
+    return None
+
+
+LOAD_IN = Exercise(
+    name="00-load-in",
+    statement=(
+        "Change one line: the load that a machine holds in a slot, or -1 where it stands idle. Machines, "
+        "slots and loads are counted from 0, and every machine takes one slot for a load."
+    ),
+    starter=load_in,
+    solution=load_in_solution,
+    properties=(fills_the_grid,),
+    hints=(
+        "Print gl.forward_only(3, 4).grid() and follow load 0. In which slot is it in machine 0, 1 and 2?",
+        "Load n enters the washer in slot n, and needs one slot for each machine before machine k.",
+        "Load n is in machine k in slot n + k. Solve for n. It is a load only if 0 ≤ n < num_loads.",
+    ),
+    mutants={
+        "never idle": never_idle,
+        "the drain forgotten": forgets_the_drain,
+        "all machines start at once": all_start_at_once,
+        "one slot late": one_slot_late,
+        "one load too many": one_load_too_many,
+        "only the first load": only_the_first_load,
+    },
+)
+
+
+# The last load on machines that are not equally fast.
 
 
 def finish_time(minutes, num_loads):
@@ -26,7 +106,7 @@ def every_machine_as_slow_as_the_slowest(minutes: list[float], num_loads: int) -
     return max(minutes) * (num_loads + len(minutes) - 1)
 
 
-def one_load_too_many(minutes: list[float], num_loads: int) -> float:
+def counts_a_load_twice(minutes: list[float], num_loads: int) -> float:
     return sum(minutes) + num_loads * max(minutes)
 
 
@@ -75,7 +155,7 @@ FINISH_TIME = Exercise(
     ),
     mutants={
         "every machine as slow as the slowest": every_machine_as_slow_as_the_slowest,
-        "one load too many": one_load_too_many,
+        "a load counted twice": counts_a_load_twice,
         "one load at a time": one_by_one,
         "the first machine sets the beat": the_first_machine_sets_the_beat,
         "the last machine sets the beat": the_last_machine_sets_the_beat,
@@ -83,4 +163,4 @@ FINISH_TIME = Exercise(
     },
 )
 
-EXERCISES = (FINISH_TIME,)
+EXERCISES = (LOAD_IN, FINISH_TIME)

@@ -1,15 +1,97 @@
-"""Chapter 02, the naive pipeline: many micro-batches, and never two ranks busy at the same time."""
+"""Chapter 02, the naive pipeline: the share of the slots that is worked in, and one rank busy at a time."""
 
 from __future__ import annotations
 
 from itertools import pairwise
+from math import isclose
 
 from ...plan.ops import Kind, Op
 from ...plan.schedule import Schedule
-from ...plan.schedules import gpipe, one_f_one_b
+from ...plan.schedules import SCHEDULES, gpipe, one_f_one_b
 from ...plan.simulate import Costs, simulate
 from ..exercise import Answer, Exercise, Mismatch, over
 from .schedules import it_runs
+
+Rows = list[list[str]]  # one row a rank, one entry a slot: "F0", or "." where the rank is idle
+
+# The utilization, counted in a grid.
+
+
+def share_at_work(rows):
+    """The utilization of a step: the share of all ranks' slots in which they work.
+
+    rows: a list for each rank, with an entry for each slot: "F0", "B0", ..., or "." where the rank is idle.
+    """
+    return 1.0  # change this line
+
+
+def share_at_work_solution(rows):
+    return sum(cell != "." for row in rows for cell in row) / sum(len(row) for row in rows)
+
+
+def one_over_ranks(rows: Rows) -> float:
+    return 1 / len(rows)
+
+
+def idle_share(rows: Rows) -> float:
+    return 1 - share_at_work_solution(rows)
+
+
+def slots_with_anyone_at_work(rows: Rows) -> float:
+    columns = list(zip(*rows, strict=True))
+    return sum(set(column) != {"."} for column in columns) / len(columns)
+
+
+def ranks_at_work_on_average(rows: Rows) -> float:
+    return len(rows) * share_at_work_solution(rows)
+
+
+def first_rank_alone(rows: Rows) -> float:
+    return share_at_work_solution(rows[:1])
+
+
+@over(schedule=("naive", "gpipe"), P=range(1, 5), M=range(1, 5), stages=("equal", "unequal"))
+def equals_the_trace(answer: Answer, schedule: str, P: int, M: int, stages: str) -> Mismatch | None:
+    """it is the busy share of the simulated step, with unequal stages too"""
+    forward = [1 if stages == "equal" else 1 + stage for stage in range(P)]
+    costs = Costs(forward=forward, backward=[2 * slots for slots in forward])
+    trace = simulate(SCHEDULES[schedule](P, M), costs)
+    rows = [["."] * round(trace.makespan_ms) for _ in range(P)]
+    for event in trace.computations:
+        for slot in range(round(event.start_ms), round(event.end_ms)):
+            rows[event.rank][slot] = event.op.short
+    grid = "\n".join(" ".join(cell.ljust(2) for cell in row).rstrip() for row in rows)
+    got = answer(rows)
+    right = 1 - trace.bubble_fraction
+    return None if isclose(got, right, abs_tol=1e-9) else Mismatch(f"{right:.3f}", got, grid)
+
+
+SHARE_AT_WORK = Exercise(
+    name="02-share-at-work",
+    statement=(
+        "Change one line: the utilization of a step, counted in its grid. It is the share of all ranks' "
+        "slots in which they work, whatever the schedule and however unequal the stages."
+    ),
+    starter=share_at_work,
+    solution=share_at_work_solution,
+    properties=(equals_the_trace,),
+    hints=(
+        "In the grid of gl.naive(4) there are 4 rows of 8 slots. In how many of the 32 is a rank at work?",
+        'A rank is at work where its entry is not ".". Count over all rows: where stages are unequal, '
+        "the rows are too.",
+        'Divide sum(cell != "." for row in rows for cell in row) by the number of all cells.',
+    ),
+    mutants={
+        "1/P, the formula of one batch": one_over_ranks,
+        "the idle share": idle_share,
+        "slots in which anyone works": slots_with_anyone_at_work,
+        "how many ranks work on average": ranks_at_work_on_average,
+        "the first rank alone": first_rank_alone,
+    },
+)
+
+
+# The naive pipeline for many micro-batches.
 
 IMPORTS = "from gpipe_lab import Kind, Op, Schedule"
 
@@ -97,4 +179,4 @@ NAIVE = Exercise(
     imports=IMPORTS,
 )
 
-EXERCISES = (NAIVE,)
+EXERCISES = (SHARE_AT_WORK, NAIVE)

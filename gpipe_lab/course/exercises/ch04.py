@@ -1,14 +1,134 @@
-"""Chapter 04, activation memory: how many micro-batches each rank holds, and when."""
+"""Chapter 04, activation memory: the last M that fits, and how many micro-batches each rank holds when."""
 
 from __future__ import annotations
 
 import random
+from itertools import count as count_from
 
 from ...plan.memory import StageBytes, simulate_memory
 from ...plan.ops import Kind, Op
 from ...plan.schedule import Schedule, dependencies
+from ...plan.schedules import gpipe
 from ...plan.simulate import Costs, simulate
 from ..exercise import Answer, Case, Exercise, Mismatch, over_cases
+
+# The last M that fits.
+
+
+def most_microbatches(limit_bytes, weight_bytes, saved_bytes):
+    """The largest M at which every stage of GPipe fits on a card of limit_bytes; 0 if none does.
+
+    weight_bytes: what each stage holds all the time, its weights and their gradients, one entry a stage.
+    saved_bytes: what one micro-batch keeps on each stage, the A of the chapter, one entry a stage.
+    """
+    return 0  # change this line
+
+
+def most_microbatches_solution(limit_bytes, weight_bytes, saved_bytes):
+    # Every stage peaks at M · A, so the stage with the least room for its A decides.
+    return max(0, min((limit_bytes - w) // a for w, a in zip(weight_bytes, saved_bytes, strict=True)))
+
+
+Sizes = tuple[int, ...]  # bytes, one entry a stage
+
+
+def _rooms(limit: int, weights: Sizes, saved: Sizes) -> list[int]:
+    return [(limit - w) // a for w, a in zip(weights, saved, strict=True)]
+
+
+def weights_forgotten(limit: int, weights: Sizes, saved: Sizes) -> int:
+    return min(limit // a for a in saved)
+
+
+def roomiest_stage_decides(limit: int, weights: Sizes, saved: Sizes) -> int:
+    return max(0, *_rooms(limit, weights, saved))
+
+
+def first_stage_decides(limit: int, weights: Sizes, saved: Sizes) -> int:
+    return max(0, _rooms(limit, weights, saved)[0])
+
+
+def largest_activations_decide(limit: int, weights: Sizes, saved: Sizes) -> int:
+    fullest = saved.index(max(saved))
+    return max(0, _rooms(limit, weights, saved)[fullest])
+
+
+def full_to_the_byte_refused(limit: int, weights: Sizes, saved: Sizes) -> int:
+    return most_microbatches_solution(limit - 1, weights, saved)
+
+
+def one_card_holds_all(limit: int, weights: Sizes, saved: Sizes) -> int:
+    return max(0, (limit - sum(weights)) // sum(saved))
+
+
+def fewer_than_none(limit: int, weights: Sizes, saved: Sizes) -> int:
+    return min(_rooms(limit, weights, saved))
+
+
+def _cards(num_cases: int) -> list[Case]:
+    """Stages drawn at random, on a card that one of them fills to the byte, or leaves a few bytes free."""
+    cases = []
+    for seed in range(num_cases):
+        draw = random.Random(seed)
+        num_stages = 1 + seed % 4
+        weights = tuple(draw.randint(0, 12) for _ in range(num_stages))
+        saved = tuple(draw.randint(3, 9) for _ in range(num_stages))
+        stage = draw.randrange(num_stages)
+        limit = weights[stage] + draw.randint(0, 5) * saved[stage] + draw.choice((0, 0, 1, 2))
+        cases.append({"limit_bytes": limit, "weight_bytes": weights, "saved_bytes": saved})
+    return sorted(cases, key=lambda case: len(case["weight_bytes"]))
+
+
+@over_cases(*_cards(40))
+def fits_and_one_more_does_not(
+    answer: Answer, limit_bytes: int, weight_bytes: Sizes, saved_bytes: Sizes
+) -> Mismatch | None:
+    """in the simulated ledger of GPipe, M micro-batches fit on every card, and M + 1 do not"""
+    sizes = [
+        StageBytes(saved=a, boundary=0, weights={"parameters": w})
+        for w, a in zip(weight_bytes, saved_bytes, strict=True)
+    ]
+
+    def peaks(M: int) -> list[int]:
+        report = simulate_memory(simulate(gpipe(len(sizes), M)), sizes)
+        return [report.peak_bytes(rank) for rank in range(len(sizes))]
+
+    right = next(M for M in count_from() if max(peaks(M + 1)) > limit_bytes)
+    got = answer(limit_bytes, weight_bytes, saved_bytes)
+    if got == right:
+        return None
+    one_more = f"bytes of the stages at M = {right + 1}: {peaks(right + 1)}"
+    return Mismatch(f"M = {right}", f"M = {got}", one_more)
+
+
+MOST_MICROBATCHES = Exercise(
+    name="04-most-microbatches",
+    statement=(
+        "Change one line: the largest M at which every stage of GPipe fits on its card of `limit_bytes`, "
+        "full to the byte included; 0 if none does. Each stage has its own weights and its own A."
+    ),
+    starter=most_microbatches,
+    solution=most_microbatches_solution,
+    properties=(fits_and_one_more_does_not,),
+    hints=(
+        "Take one stage alone. What is left of its card beside the weights, and how many A fit into that?",
+        "All stages run the same M, and each of them peaks at M · A. Which of them decides?",
+        "Take the smallest (limit - w) // a of all stages. Where the weights alone exceed a card it is "
+        "negative, and the answer is 0.",
+    ),
+    mutants={
+        "weights forgotten": weights_forgotten,
+        "the stage with the most room decides": roomiest_stage_decides,
+        "the first stage decides": first_stage_decides,
+        "the largest A decides, whatever its weights": largest_activations_decide,
+        "full to the byte refused": full_to_the_byte_refused,
+        "one card holds all stages": one_card_holds_all,
+        "less than none where the weights exceed a card": fewer_than_none,
+    },
+)
+
+
+# What every rank holds, and when.
 
 Curve = list[tuple[float, int]]  # (time in ms, micro-batches held from then on), in order of time
 
@@ -172,4 +292,4 @@ HELD = Exercise(
     imports=IMPORTS,
 )
 
-EXERCISES = (HELD,)
+EXERCISES = (MOST_MICROBATCHES, HELD)

@@ -1,10 +1,105 @@
-"""Chapter 05, activation checkpointing: keep every k-th layer's input, and which k is best?"""
+"""Chapter 05, activation checkpointing: a stage's bytes by mode, and every how many layers to keep one."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
+from ...plan.memory import StageBytes, simulate_memory
+from ...plan.recompute import with_recompute
+from ...plan.schedules import gpipe
+from ...plan.simulate import simulate
 from ..exercise import Answer, Exercise, Mismatch, over
+
+# The bytes that a stage keeps.
+
+
+def kept_bytes(checkpoint, num_microbatches, saved, boundary):
+    """Bytes that a stage of GPipe keeps at its peak, by checkpoint mode.
+
+    saved: what one micro-batch saves on the stage, its input included. boundary: that input alone.
+    """
+    return {
+        "never": num_microbatches * saved,
+        "always": ...,
+        "except_last": ...,
+    }[checkpoint]
+
+
+def kept_bytes_solution(checkpoint, num_microbatches, saved, boundary):
+    # The two are equal: GPipe goes back with the last micro-batch first, while all the others are small.
+    return {
+        "never": num_microbatches * saved,
+        "always": num_microbatches * boundary + (saved - boundary),
+        "except_last": (num_microbatches - 1) * boundary + saved,
+    }[checkpoint]
+
+
+def _with_bytes(*, always: Callable[..., int], except_last: Callable[..., int] | None = None) -> Answer:
+    """A wrong answer: these bytes, from (M, saved, boundary), in place of the right ones."""
+
+    def answer(checkpoint: str, num_microbatches: int, saved: int, boundary: int) -> int:
+        wrong = {"always": always, "except_last": except_last or always}.get(checkpoint)
+        if wrong is None:
+            return num_microbatches * saved
+        return wrong(num_microbatches, saved, boundary)
+
+    return answer
+
+
+def restored(num_microbatches: int, saved: int, boundary: int) -> int:
+    return num_microbatches * boundary + (saved - boundary)
+
+
+@over(
+    checkpoint=("never", "always", "except_last"), P=(1, 2, 4), M=range(1, 7), saved=(8, 32), boundary=(1, 3)
+)
+def equals_the_ledger(
+    answer: Answer, checkpoint: str, P: int, M: int, saved: int, boundary: int
+) -> Mismatch | None:
+    """it is the peak of every stage in the simulated ledger of a GPipe step"""
+    trace = simulate(with_recompute(gpipe(P, M), checkpoint))
+    report = simulate_memory(trace, [StageBytes(saved=saved, boundary=boundary)] * P)
+    peaks = {report.peak_bytes(rank) for rank in range(P)}
+    got = answer(checkpoint, M, saved, boundary)
+    if peaks == {got}:
+        return None
+    peak = report.peak(0)
+    held = ", ".join(f"{name} {size}" for name, size in peak.bytes.items() if size)
+    return Mismatch(f"{peak.total} B", f"{got} B", f"stage 0 at its peak, after {peak.op}: {held}")
+
+
+KEPT_BYTES = Exercise(
+    name="05-kept-bytes",
+    statement=(
+        'Fill two lines: the bytes that a stage of GPipe keeps at its peak with checkpoint="always" and '
+        '"except_last", from M, the bytes that one micro-batch saves, and those of its input among them.'
+    ),
+    starter=kept_bytes,
+    solution=kept_bytes_solution,
+    properties=(equals_the_ledger,),
+    hints=(
+        "Stand at the moment before the first backward. Which inputs are kept, and what has been restored?",
+        "A restored micro-batch saves `saved` bytes, but its input is among those that are kept already.",
+        "always: M·b + (A − b). except_last: the last micro-batch goes back first. It holds A, and the "
+        "other M − 1 hold b each.",
+    ),
+    mutants={
+        "the restored micro-batch left out": _with_bytes(always=lambda M, A, b: M * b),
+        "its input counted twice": _with_bytes(always=lambda M, A, b: M * b + A),
+        "every micro-batch restored at once": _with_bytes(always=lambda M, A, b: M * A),
+        "one micro-batch alone": _with_bytes(always=lambda M, A, b: A),
+        "the last kept beside a restored one": _with_bytes(
+            always=restored, except_last=lambda M, A, b: (M - 1) * b + A + (A - b)
+        ),
+        "except_last counted without the last": _with_bytes(
+            always=restored, except_last=lambda M, A, b: (M - 1) * b + (A - b)
+        ),
+    },
+)
+
+
+# The best k.
 
 
 def best_every(num_layers, boundary, saved_per_layer, num_microbatches):
@@ -98,4 +193,4 @@ BEST_EVERY = Exercise(
     },
 )
 
-EXERCISES = (BEST_EVERY,)
+EXERCISES = (KEPT_BYTES, BEST_EVERY)
