@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 EXECUTED = "gpipe_lab.executed_s"  # in a notebook's metadata: what `make course` measured
 SHORT_PATH = ("00", "02", "03", "04", "11")  # the 90-minute path
-SITTING = "; of chapter 11 its first sitting"
+TWO_SITTINGS = "11"
+SITTING = f"; of chapter {TWO_SITTINGS} its first sitting"
 MINUTES = re.compile(r"^Read (\d+) min · run (\d+) min · exercise (\d+) min", re.MULTILINE)
 
 
@@ -112,8 +113,9 @@ def map_markdown(made: Sequence[Chapter]) -> str:
 
 
 def short_minutes(made: Sequence[Chapter]) -> int:
-    """To read and run the short path, without its exercises."""
-    return sum(c.minutes.read + c.minutes.run for c in made if c.minutes and c.number in SHORT_PATH)
+    """To read and run the short path, without its exercises; of two sittings the first, half of the chapter."""
+    minutes = {c.number: c.minutes.read + c.minutes.run for c in made if c.minutes and c.number in SHORT_PATH}
+    return sum(minutes.values()) - minutes.get(TWO_SITTINGS, 0) // 2
 
 
 def _text(cell: dict[str, Any]) -> str:

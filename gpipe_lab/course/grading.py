@@ -118,7 +118,7 @@ def hint(exercise: str | Exercise, number: int | None = None) -> Hint:
     )
     if number is None:
         number = min(3, _hints_given.get(exercise.name, 0) + 1)
-        _hints_given[exercise.name] = number
+    _hints_given[exercise.name] = number
     return Hint(exercise.name, number, exercise.hints[number - 1])
 
 

@@ -119,13 +119,13 @@ class Ledger:
         with self._lock:
             self.rows.clear()
             self._op, self._op_index, self._start = None, 0, stamp
-            self._highest = self.total
+            self._high, self._highest = tuple(self._totals), self.total
         self.snapshot(stamp)
 
     def start(self, op: Op, op_index: int, stamp: Any) -> None:
         with self._lock:
             self._op, self._op_index, self._start = op, op_index, stamp
-            self._highest = self.total
+            self._high, self._highest = tuple(self._totals), self.total
 
     def snapshot(self, stamp: Any) -> None:
         """Note what is held now, and what was held at the highest point since the operation started.
@@ -136,7 +136,7 @@ class Ledger:
             if self._highest > self.total:
                 self.rows.append((self._op_index, self._start, self._high, self._op))
             self.rows.append((self._op_index, stamp, tuple(self._totals), self._op))
-            self._highest = self.total
+            self._high, self._highest = tuple(self._totals), self.total
 
     def memory_rows(self, times_ms: list[float]) -> list[MemoryRow]:
         """The snapshots as rows, one for each category that changed; `times_ms` has one time a snapshot."""

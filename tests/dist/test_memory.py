@@ -117,6 +117,27 @@ def test_each_storage_counts_once_and_views_count_whole():
     assert ledger.total == 0
 
 
+def test_the_high_point_of_an_operation_is_its_own():
+    """An operation that only releases was highest at its start, whatever an earlier one held."""
+    from gpipe_lab.engine.ledger import Ledger
+    from gpipe_lab.plan.ops import Kind, Op
+
+    ledger = Ledger(0)
+    ledger.begin(0.0)
+    ledger.start(Op(Kind.F, 0, 0), 0, 1.0)
+    first = ledger.hold("saved", [torch.zeros(1000)])
+    second = ledger.hold("saved", [torch.ones(500)])
+    ledger.snapshot(2.0)
+    for index, keys in enumerate((first, second), start=1):
+        ledger.start(Op(Kind.B, 0, 0), index, 1.0 + 2 * index)
+        ledger.release("saved", keys)
+        ledger.snapshot(2.0 + 2 * index)
+    rows = ledger.memory_rows([stamp for _, stamp, *_ in ledger.rows])
+    saved = [(row.time_ms, row.bytes) for row in rows if row.category == "saved"]
+    assert saved == [(0.0, 0), (2.0, 6000), (4.0, 2000), (6.0, 0)]
+    assert [sum(totals) for _, _, totals, _ in ledger.rows] == [0, 6000, 6000, 2000, 2000, 0]
+
+
 def test_a_tensor_changed_after_it_was_saved_is_refused():
     from gpipe_lab.engine.ledger import Ledger
 
