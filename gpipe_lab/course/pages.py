@@ -61,7 +61,9 @@ def formula_page(sheet: tuple[Formula, ...], claims: dict[str, Claim], files: di
         "# Formula sheet\n\n"
         "Every formula, when it holds, and what a chapter measured. P stages, M micro-batches, B rows in a "
         "batch, m in a micro-batch; Tf and Tb are the times of a stage's forward and backward of one "
-        f"micro-batch. See also the [glossary]({GLOSSARY}) and all [claims we checked]({CLAIMS}).\n"
+        "micro-batch. Where bytes are counted, N ranks (D replicas) share L blocks of width h and T tokens; "
+        "b is the bytes of a number or of a boundary, S and A those of the tensor named in the row. "
+        f"See also the [glossary]({GLOSSARY}) and all [claims we checked]({CLAIMS}).\n"
     )
     columns = ("formula", "what it gives", "holds when", "chapter", "what was measured")
     return "\n".join([head, _markdown_table(columns, rows), ""])
