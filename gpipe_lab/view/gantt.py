@@ -261,10 +261,16 @@ def _facts(trace: Trace, unit: str) -> str:
             f"makespan {number(trace.makespan_ms)} {unit}",
             f"bubble {percent(bubble)}",
             f"useful {percent(useful)}" if abs(1 - bubble - useful) > 1e-9 else "",
-            f"{trace.overran} operations overran their pace" if trace.overran else "",
+            _overran(trace.overran),
             _unsplit(trace),
         ]
     )
+
+
+def _overran(count: int) -> str:
+    if count == 1:
+        return "1 operation overran its pace"
+    return f"{count} operations overran their pace" if count else ""
 
 
 def _unsplit(trace: Trace) -> str:

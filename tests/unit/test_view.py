@@ -161,6 +161,8 @@ def test_the_title_says_what_ran():
     ):
         assert part in said
     assert "M = 4, recompute" in said
+    assert "1 operation overran its pace" in texts(plot_trace(replace(trace, overran=1)))
+    assert "overran" not in texts(plot_trace(replace(trace, overran=0)))
     assert "recompute" not in texts(plot_trace(run_like(gl.gpipe(4, 4))))
     assert plot_trace(trace, title="The price").alt.startswith("Gantt chart. The price; gpipe, P = 4")
     titled = texts(plot_trace(trace, title="The price"))
