@@ -113,7 +113,7 @@ def map_markdown(made: Sequence[Chapter]) -> str:
 
 
 def short_minutes(made: Sequence[Chapter]) -> int:
-    """To read and run the short path, without its exercises; of two sittings the first, half of the chapter."""
+    """To read and run the short path, without exercises; of two sittings the first, half of the chapter."""
     minutes = {c.number: c.minutes.read + c.minutes.run for c in made if c.minutes and c.number in SHORT_PATH}
     return sum(minutes.values()) - minutes.get(TWO_SITTINGS, 0) // 2
 
