@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import re
 from base64 import b64encode
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -23,26 +24,41 @@ class File(NamedTuple):
     data: bytes
 
 
-def files_of(name: str, picture: Picture, trace: Trace, memory: MemoryReport | None) -> list[File]:
+MakeFile = Callable[
+    [], File
+]  # a large picture takes a second, so that whoever makes several can show how far
+
+
+def files_of(name: str, picture: Picture, trace: Trace, memory: MemoryReport | None) -> list[MakeFile]:
     """A trace as PNG, SVG, CSV and Perfetto's JSON, and its memory as CSV; all named after `name`."""
-    stem = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
-    found = [
+    stem = _stem(name)
+    found: list[MakeFile] = [
         *pictures_of(name, picture),
-        File(f"{stem}.csv", "text/csv", trace.frame().to_csv(index=False).encode()),
-        File(f"{stem}.perfetto.json", "application/json", _perfetto(trace)),
+        lambda: File(f"{stem}.csv", "text/csv", trace.frame().to_csv(index=False).encode()),
+        lambda: File(f"{stem}.perfetto.json", "application/json", _perfetto(trace)),
     ]
     if memory is not None and memory.rows:
-        found.append(File(f"{stem}_memory.csv", "text/csv", memory.frame().to_csv(index=False).encode()))
+        table = memory.frame
+        found.append(lambda: File(f"{stem}_memory.csv", "text/csv", table().to_csv(index=False).encode()))
     return found
 
 
-def pictures_of(name: str, picture: Picture) -> list[File]:
+def pictures_of(name: str, picture: Picture) -> list[MakeFile]:
     """A picture as PNG and as SVG."""
-    stem = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+    stem = _stem(name)
     return [
-        File(f"{stem}.png", "image/png", picture.png()),
-        File(f"{stem}.svg", "image/svg+xml", picture.svg().encode()),
+        lambda: File(f"{stem}.png", "image/png", picture.png()),
+        lambda: File(f"{stem}.svg", "image/svg+xml", picture.svg().encode()),
     ]
+
+
+def bar(done: int, total: int) -> str:
+    """HTML: how many files are made."""
+    return f'<progress max="{total}" value="{done}"></progress> {done} of {total} files made'
+
+
+def _stem(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
 
 
 def links(files: list[File]) -> str:

@@ -11,7 +11,7 @@ from ..plan.errors import require
 from ..plan.schedules import SCHEDULES
 from . import twin
 from .background import Attempt, from_the_browser, running_loop
-from .downloads import links
+from .downloads import File, bar, links
 from .lanes import Lanes, measured_lanes
 from .panel import SECTIONS, Panel
 from .runner import MEASURING, LabRunner, Measured, Runner, does_not_fit
@@ -290,7 +290,12 @@ class Explorer:
             self._show_error(error)
 
     def _save(self) -> None:
-        self.panel.files.value = links(self._screen.files())
+        found: list[File] = []
+        makers = self._screen.files()
+        for make in makers:
+            self.panel.files.value = bar(len(found), len(makers))
+            found.append(make())
+        self.panel.files.value = links(found)
 
     def _show_phase(self, phase: Phase, share: float) -> None:
         """What the run in progress does, and for which settings where the controls have left them."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ..plan.memory import MemoryReport
 from ..plan.trace import Trace
 from .apart import bubble_table, plot_bubble
-from .downloads import File, files_of, pictures_of
+from .downloads import MakeFile, files_of, pictures_of
 from .lanes import Lanes, simulated_lanes
 from .moment import state_in_words
 from .panel import CLOSER, MEMORY, RACE, Panel, image
@@ -146,9 +146,9 @@ class Screen:
         self._measured_race = lanes
         self.panel.measured_race.value = _race_html(lanes)
 
-    def files(self) -> list[File]:
-        """Everything that is shown, to be saved."""
-        files: list[File] = []
+    def files(self) -> list[MakeFile]:
+        """Everything that is shown, to be saved: functions that make a file each."""
+        files: list[MakeFile] = []
         for scene in self._scenes():
             of = scene.settings
             name = f"{of.schedule} p{of.num_stages} m{of.num_microbatches} {scene.trace.source}"

@@ -589,7 +589,10 @@ def test_files_hold_what_is_shown():
     ex = make()
     ex.run(wait=True)
     unfold(ex, "Save")
+    seen: list[str] = []
+    ex.panel.files.observe(lambda change: seen.append(change["new"]), "value")
     ex.panel.save.click()
+    assert [text.partition("> ")[2] for text in seen[:-1]] == [f"{n} of 9 files made" for n in range(9)]
     found = dict(re.findall(r'download="([^"]+)" href="data:[^;]+;base64,([^"]+)"', ex.panel.files.value))
     stems = ("gpipe_p4_m8_simulated", "gpipe_p4_m8_measured_paced")
     assert set(found) == {
