@@ -210,7 +210,7 @@ def test_placements_that_are_none(schedule):
         None,
         gl.gpipe,
     ],
-    ids=lambda s: repr(s)[:60],
+    ids=lambda s: getattr(s, "__name__", repr(s)[:60]),
 )
 def test_things_of_the_wrong_type(schedule):
     for consumer in (gl.validate, gl.simulate, gl.lower):
