@@ -127,6 +127,7 @@ def test_every_control_is_explained():
     assert len(controls(ex.panel.box)) > 30 and unexplained == []
 
 
+@pytest.mark.alone
 def test_a_redraw_takes_less_than_150_ms():
     """Processor time is held, since other programs may hold the processors; wall time is printed too."""
     ex = make()
@@ -216,6 +217,7 @@ def test_a_click_from_code_waits_and_its_error_is_not_lost():
         ex.close()
 
 
+@pytest.mark.alone
 def test_stop_ends_a_run_within_two_seconds():
     ex = make(runner=FakeRunner(seconds=30))
     ex.run()
