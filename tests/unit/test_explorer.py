@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import re
 import threading
@@ -17,6 +18,7 @@ import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 
 import gpipe_lab as gl
 from gpipe_lab.engine.ledger import OutOfMemory
@@ -127,22 +129,36 @@ def test_every_control_is_explained():
     assert len(controls(ex.panel.box)) > 30 and unexplained == []
 
 
+def a_plain_picture():
+    """Fixed work of the same kind: what it takes says how quick this machine is now."""
+    figure = Figure(figsize=(12, 6), dpi=100)
+    axes = figure.subplots()
+    axes.bar(range(200), range(200))
+    for k in range(40):
+        axes.text(k / 40, k / 40, f"text {k}")
+    figure.savefig(io.BytesIO(), format="png")
+
+
 @pytest.mark.alone
 def test_a_redraw_takes_less_than_150_ms():
-    """Processor time is held, since other programs may hold the processors; wall time is printed too."""
+    """150 ms where a plain picture takes 230 ms: processor time beside processor time, in turns."""
     ex = make()
     ex.set(num_stages=8, num_microbatches=32)
+
+    def busy_ms(action):
+        start = time.process_time()
+        action()
+        return 1000 * (time.process_time() - start)
+
     for _ in range(3):
-        busy, wall = [], []
-        for m in (31, 32) * 4:
-            start = time.process_time(), time.perf_counter()
-            ex.panel.microbatches.slider.value = m
-            busy.append(1000 * (time.process_time() - start[0]))
-            wall.append(1000 * (time.perf_counter() - start[1]))
-        print(f"redraw at P=8 M=32: median {median(busy):.0f} ms CPU, {median(wall):.0f} ms wall")
-        if median(busy) < 150:
+        plain, busy = [], []
+        for m in (31, 32) * 3:
+            plain.append(busy_ms(a_plain_picture))
+            busy.append(busy_ms(lambda m=m: setattr(ex.panel.microbatches.slider, "value", m)))
+        print(f"redraw at P=8 M=32: {median(busy):.0f} ms CPU, a plain picture {median(plain):.0f} ms")
+        if median(busy) < 150 / 230 * median(plain):
             return
-    pytest.fail(f"a redraw took {median(busy):.0f} ms")
+    pytest.fail(f"a redraw took {median(busy):.0f} ms, a plain picture {median(plain):.0f} ms")
 
 
 def test_run_shows_the_measured_trace_and_memory():
