@@ -233,7 +233,7 @@ def test_misfits_are_refused(lab_of):
     x, y = make_batch(8)
     with pytest.raises(gl.InputError, match=r"3 x 2 = 6 ranks, a lab of 4"):
         lab_of(4).run(gl.gpipe(2, 2), make_model(), x, y, loss_fn=F.mse_loss, num_replicas=3)
-    with pytest.raises(gl.InputError, match="one stage on every rank"):
+    with pytest.raises(gl.InputError, match="a stage on every rank"):
         lab_of(4).pipeline(make_model(), num_replicas=3)
     with pytest.raises(gl.InputError, match="every micro-batch of every replica"):
         lab_of(4).run(gl.gpipe(2, 5), make_model(), x, y, loss_fn=F.mse_loss, num_replicas=2)
