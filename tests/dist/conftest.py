@@ -18,3 +18,13 @@ def lab_of():
     yield get
     for lab in made.values():
         lab.close()
+
+
+# Modules that look at the machine's processes, or hold how soon a failure is named.
+ALONE = {"test_cleanup", "test_exchanges", "test_fault_matrix", "test_faults", "test_gpipe_step", "test_kernel"}
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.stem in ALONE:
+            item.add_marker(pytest.mark.alone)
