@@ -231,13 +231,17 @@ def test_a_script_without_a_main_guard_works(tmp_path, how):
     assert lines[3:] == ["[21.0, 21.0] True True"]
 
 
+@pytest.mark.alone
 def test_the_first_lab_is_ready_soon(tmp_path):
+    """Its workers come from a process that has to import torch first, so a slow machine is given that."""
     script = textwrap.dedent("""
-        import time, torch
+        import time
         begin = time.perf_counter()
+        import torch
+        imported = time.perf_counter()
         from gpipe_lab.lab.lab import Lab
         lab = Lab(8, device="cpu")
-        print(time.perf_counter() - begin)
+        print(imported - begin, time.perf_counter() - imported)
     """)
     for _ in range(3):  # the machine may be busy
         done = subprocess.run(
@@ -249,7 +253,9 @@ def test_the_first_lab_is_ready_soon(tmp_path):
             timeout=60,
         )
         assert done.stderr == ""
-        print(f"first lab, of 8: {float(done.stdout):.2f} s (limit 4 s)")
-        if float(done.stdout) < 4:
+        torch_s, lab_s = map(float, done.stdout.split())
+        limit_s = max(4.0, 3 * torch_s)
+        print(f"first lab, of 8: {lab_s:.2f} s (limit {limit_s:.1f} s; importing torch takes {torch_s:.2f} s)")
+        if lab_s < limit_s:
             return
-    pytest.fail("the first lab took over 4 s")
+    pytest.fail(f"the first lab took over {limit_s:.1f} s")

@@ -622,6 +622,7 @@ def test_files_hold_what_is_shown():
     assert len(json.loads(data[f"{stems[1]}.perfetto.json"])["traceEvents"]) > 64
 
 
+@pytest.mark.alone
 @pytest.mark.dist
 def test_a_real_run_beside_its_simulation():
     with Explorer(2, 4, forward_ms=5) as ex:

@@ -103,6 +103,7 @@ def fastest(action, times=5):
     return min(seconds() for _ in range(times))
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("name", ["gpipe", "one_f_one_b", "interleaved", "zero_bubble_h1"])
 def test_an_operation_is_laid_out_in_the_time_of_a_few_sums(name):
     """About 4 times a sum and a maximum in a loop; a million operations a second allow about 12."""
