@@ -12,6 +12,7 @@ from pathlib import Path
 
 from .plan.errors import InputError
 from .plan.memory import peak_in_flight
+from .plan.ops import WORDS
 from .plan.schedule import Schedule
 from .plan.schedules import SCHEDULES
 from .plan.simulate import Costs, simulate
@@ -81,11 +82,20 @@ def _in_words(schedule: Schedule, costs: Costs) -> str:
         [
             f"{schedule.name}, P = {schedule.num_stages}, M = {schedule.num_microbatches}",
             schedule.grid(),
+            f"key: {_key(schedule)}",
             f"simulated: makespan {trace.makespan_ms:g} ms, bubble {trace.bubble_fraction:.1%}",
             f"in flight at the peak, by rank: {peaks}",
             "verdict: can run; every operation once, every dependency ahead of its use, no circle of waiting",
         ]
     )
+
+
+def _key(schedule: Schedule) -> str:
+    """What the letters of the grid stand for: those that occur in it."""
+    kinds = {op.kind for row in schedule.ops for op in row}
+    letters = ", ".join(f"{kind.value} {words}" for kind, words in WORDS.items() if kind in kinds)
+    numbers = "its micro-batch" if schedule.has_one_stage_a_rank else "its stage ahead and its micro-batch"
+    return f"{letters}, with {numbers} behind; a dot is a slot without work"
 
 
 def _picture(schedule: Schedule, kind: str) -> bytes:

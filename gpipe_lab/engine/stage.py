@@ -124,6 +124,7 @@ class Stage:
         is kept, to be recomputed from; without, everything the backward needs. With `defer_weights` the
         backward leaves to `backward_weight` what only gradients of weights need.
         """
+        self.statistics.begin_microbatch()
         if not step.gradients:
             with torch.no_grad():
                 output = self._run(self._all, microbatch, inputs, step)

@@ -15,22 +15,9 @@ from pathlib import Path
 
 from ..engine.failures import PeerLost
 from ..plan.errors import InputError
-from ..plan.ops import Kind, Op
+from ..plan.ops import WORDS, Kind, Op
 from .pickling import dumps
 
-_WORDS = {
-    Kind.F: "forward",
-    Kind.B: "full backward",
-    Kind.I: "backward for the input",
-    Kind.W: "backward for the weights",
-    Kind.R: "recompute",
-    Kind.SEND_F: "sending the output",
-    Kind.RECV_F: "receiving the input",
-    Kind.SEND_B: "sending the gradient",
-    Kind.RECV_B: "receiving the gradient",
-    Kind.REDUCE: "reducing the gradients",
-    Kind.STEP: "optimizer step",
-}
 _WITHOUT_MICROBATCH = (Kind.REDUCE, Kind.STEP)
 
 # What gloo and NCCL say on a healthy rank when the rank at the other end is gone.
@@ -130,7 +117,7 @@ def describe(op: Op) -> str:
     """An operation for a sentence: `2B1 (stage 2, full backward of micro-batch 1)`."""
     segment = f", segment {op.segment}" if op.segment else ""
     microbatch = "" if op.kind in _WITHOUT_MICROBATCH else f" of micro-batch {op.microbatch}{segment}"
-    return f"{op} (stage {op.stage}, {_WORDS[op.kind]}{microbatch})"
+    return f"{op} (stage {op.stage}, {WORDS[op.kind]}{microbatch})"
 
 
 def _headline(error: BaseException) -> str:

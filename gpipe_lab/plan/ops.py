@@ -25,6 +25,19 @@ class Kind(Enum):
     __hash__ = object.__hash__  # members are unique, and Enum's own hash is a slow Python function
 
 
+WORDS = {
+    Kind.F: "forward",
+    Kind.B: "full backward",
+    Kind.I: "backward for the input",
+    Kind.W: "backward for the weights",
+    Kind.R: "recompute",
+    Kind.SEND_F: "sending the output",
+    Kind.RECV_F: "receiving the input",
+    Kind.SEND_B: "sending the gradient",
+    Kind.RECV_B: "receiving the gradient",
+    Kind.REDUCE: "reducing the gradients",
+    Kind.STEP: "optimizer step",
+}
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.R})
 BACKWARD = frozenset({Kind.B, Kind.I, Kind.W})
 SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})

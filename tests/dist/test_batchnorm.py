@@ -1,5 +1,6 @@
 """Batch norm: normalised by micro-batch, running statistics of the batch, committed once a step."""
 
+import copy
 import functools
 
 import pytest
@@ -38,6 +39,43 @@ def test_running_statistics_are_those_of_the_whole_batch(lab_of, mode, momentum)
     assert int(mine["1.num_batches_tracked"]) == 3
     for name in ("1.running_mean", "1.running_var"):
         assert torch.allclose(mine[name], theirs[name], rtol=1e-12), name
+
+
+class Twice(nn.Module):
+    """One norm, used twice in a forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm2d(2)
+
+    def forward(self, x):
+        return self.norm(x) + self.norm(2 * x + 1)
+
+
+@pytest.mark.parametrize("mode", ["never", "always"])
+@pytest.mark.parametrize("as_layers", [False, True])
+def test_a_norm_used_twice_moves_twice_a_step(lab_of, mode, as_layers):
+    """Within a layer, and as two layers of a stage; one process's statistics of its inputs' two uses."""
+    norm = nn.BatchNorm1d(2).double()
+    model = nn.Sequential(norm, norm, nn.Linear(2, 1)) if as_layers else nn.Sequential(Twice(), nn.Flatten())
+    model, x = model.double(), make_batch()[0]
+    x = x[:, :, 0, 0] if as_layers else x
+    y = torch.zeros(len(x), *model(x[:2]).shape[1:], dtype=torch.float64)
+    expected, uses = copy.deepcopy(model), []
+    layer = next(m for m in expected.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
+    layer.register_forward_pre_hook(lambda _, inputs: uses.append(inputs[0]))
+    pipe = lab_of(1).pipeline(model, loss_fn=F.mse_loss)
+    pipe.step(gl.gpipe(1, 2), x, y, checkpoint=mode, update=False)
+    copied = copy.deepcopy(layer)  # what one process does on each use's inputs, of all micro-batches at once
+    for part in x.chunk(2):
+        expected(part)
+    first, second = torch.cat(uses[0::2]), torch.cat(uses[1::2])
+    copied(first), copied(second)
+    mine = pipe.state_dict()
+    name = next(key for key in mine if key.endswith("running_var")).removesuffix("running_var")
+    assert torch.equal(mine[f"{name}num_batches_tracked"], copied.num_batches_tracked)
+    assert torch.allclose(mine[f"{name}running_mean"], copied.running_mean, rtol=1e-12)
+    assert torch.allclose(mine[f"{name}running_var"], copied.running_var, rtol=1e-12)
 
 
 def test_gradients_are_those_of_the_same_microbatches(lab_of):

@@ -25,6 +25,19 @@ def test_a_schedule_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert "by rank: 8 8 8 8" in said and "verdict: can run" in said
 
 
+def without_numbers(grid: str) -> set[str]:
+    return set(grid) - set("0123456789 \n")
+
+
+@pytest.mark.parametrize("name", gl.SCHEDULES)
+def test_every_symbol_of_a_grid_is_explained_beside_it(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["show", name, "4", "8"])
+    _, *rest = capsys.readouterr().out.splitlines()
+    grid, key = "\n".join(rest[:4]), rest[4]
+    explained = {word[0] for word in key.removeprefix("key: ").split(" with ")[0].split(", ") if word}
+    assert without_numbers(grid) - {"."} == explained and "a dot is" in key
+
+
 @pytest.mark.parametrize("name", gl.SCHEDULES)
 def test_every_name_and_its_csv_get_the_same_verdict(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

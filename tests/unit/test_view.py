@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -276,6 +277,18 @@ def test_the_labels_of_the_bubble_curve_cover_no_mark_and_no_other_label(stages)
             for box in labels
         )
     assert not any(a.overlaps(b) for a, b in combinations(labels, 2))
+
+
+@pytest.mark.parametrize("mode", ["never", "always"])
+@pytest.mark.parametrize("name", gl.SCHEDULES)
+def test_the_legend_names_the_letter_of_every_kind_in_the_picture_and_of_no_other(name, mode):
+    schedule = gl.SCHEDULES[name](2, 4)
+    if mode == "always" and any(op.kind in (Kind.I, Kind.W) for row in schedule.ops for op in row):
+        pytest.skip("a split backward is not recomputed")
+    schedule = gl.with_recompute(schedule, mode)
+    kinds = {op.kind.value for row in schedule.ops for op in row}
+    said = texts(plot_schedule(schedule)) + texts(plot_trace(gl.simulate(schedule, COSTS)))
+    assert set(re.findall(r"\(([A-Z])\)", said)) == kinds
 
 
 def test_kinds_stay_apart_without_colour():
