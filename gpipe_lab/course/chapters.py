@@ -18,7 +18,10 @@ from .facts import NOTEBOOKS
 if TYPE_CHECKING:
     import pandas
 
-EXECUTED = "gpipe_lab.executed_s"  # in a notebook's metadata: what `make course` measured
+# In a notebook's metadata: what `make course` measured, all in seconds.
+EXECUTED = "gpipe_lab.executed_s"
+FIRST_PICTURE = "gpipe_lab.first_picture_s"
+LONGEST_CELL = "gpipe_lab.longest_cell_s"
 SHORT_PATH = ("00", "02", "03", "04", "11")  # the 90-minute path
 TWO_SITTINGS = "11"
 SITTING = f"; of chapter {TWO_SITTINGS} its first sitting"
@@ -40,7 +43,11 @@ class Minutes:
 
 @dataclass(frozen=True)
 class Chapter:
-    """One notebook of the course. `executed_s` is None where it has not been executed by `make course`."""
+    """One notebook of the course. What was measured is None where `make course` has not executed it.
+
+    first_picture_s counts from the start of the first cell to the end of the one that draws, all cells
+    run one after another; longest_cell_s is the time of the cell that took longest.
+    """
 
     path: Path
     title: str  # without its number, as "The naive pipeline"
@@ -49,6 +56,8 @@ class Chapter:
     predictions: tuple[str, ...]
     claims: tuple[Claim, ...]
     executed_s: float | None
+    first_picture_s: float | None
+    longest_cell_s: float | None
 
     @property
     def number(self) -> str:
@@ -83,6 +92,8 @@ def read_chapter(path: Path) -> Chapter:
         predictions=tuple(re.findall(r"gl\.predict\(\s*\"([^\"]+)\"", code)),
         claims=tuple(claim for claim in claims.values() if claim.chapter == path.name[:2]),
         executed_s=notebook["metadata"].get(EXECUTED),
+        first_picture_s=notebook["metadata"].get(FIRST_PICTURE),
+        longest_cell_s=notebook["metadata"].get(LONGEST_CELL),
     )
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import sys
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from .chapters import EXECUTED
+from .chapters import EXECUTED, FIRST_PICTURE, LONGEST_CELL
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
@@ -31,18 +32,36 @@ def execute(path: Path, *, timeout_s: int = 600) -> float:
         notebook,
         timeout=timeout_s,
         kernel_name=KERNEL["name"],
-        record_timing=False,
+        record_timing=True,
         coalesce_streams=True,
         resources={"metadata": {"path": str(path.parent)}},
     )
     began = time.monotonic()
     client.execute()
     executed_s = time.monotonic() - began
+    times = cell_times(notebook)
     clean(notebook)
     notebook.metadata[EXECUTED] = round(executed_s)
+    notebook.metadata[LONGEST_CELL] = round(max(end - start for start, end, _ in times), 1)
+    drawn = [end for _, end, draws in times if draws]
+    if drawn:
+        notebook.metadata[FIRST_PICTURE] = round(drawn[0] - times[0][0], 1)
     nbformat.validate(notebook)
     nbformat.write(notebook, path)
     return executed_s
+
+
+def cell_times(notebook: Any) -> list[tuple[float, float, bool]]:
+    """When each executed cell started and ended, in seconds of the same clock, and whether it drew."""
+    times = []
+    for cell in notebook.cells:
+        moments = cell.metadata.get("execution", {})
+        if moments:
+            start = datetime.fromisoformat(moments["iopub.execute_input"]).timestamp()
+            end = datetime.fromisoformat(moments["shell.execute_reply"]).timestamp()
+            draws = any("image/png" in output.get("data", {}) for output in cell.outputs)
+            times.append((start, end, draws))
+    return times
 
 
 def clean(notebook: Any) -> None:

@@ -49,6 +49,8 @@ def test_a_chapter_says_what_it_is(chapter: Chapter) -> None:
     assert chapter.minutes is not None and chapter.minutes.total > 0
     if chapter.executed_s is not None:  # executed by `make course`
         assert chapter.executed_s <= 60 * chapter.minutes.run
+        assert chapter.first_picture_s <= 5
+        assert chapter.longest_cell_s <= 30
     assert all(name.startswith(chapter.number) for name in chapter.predictions)
 
 
