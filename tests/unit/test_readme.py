@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from gpipe_lab.bench.record import markdown, read
 from gpipe_lab.course.grade import CRASHED, MISSING, SYNTAX, TIMED_OUT, UNREADABLE
 from gpipe_lab.course.grading import FAILED, NOT_DONE, PASSED
 
@@ -29,6 +30,13 @@ def test_every_make_target_exists():
 def test_every_chapter_is_listed():
     chapters = {f"notebooks/{path.name}" for path in (ROOT / "notebooks").glob("*.ipynb")}
     assert chapters == set(re.findall(r"\]\((notebooks/[^)]+\.ipynb)\)", TEXT))
+
+
+def test_every_row_of_the_measured_table_is_the_records():
+    record = markdown(read(ROOT / "data" / "runs" / "bench_cpu.csv")).splitlines()
+    assert record[0] in TEXT
+    table = TEXT[TEXT.index(record[0]) :].split("\n\n")[0].splitlines()
+    assert len(table) > 20 and [row for row in table if row not in record] == []
 
 
 def test_no_placeholder_is_left():
