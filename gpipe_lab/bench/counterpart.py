@@ -98,6 +98,8 @@ def torch_step(
     target = x if context.rank == home[-1] else None
     found = []
     for _ in range(repeats + 1):
+        for stage in local:  # a training step starts without gradients, here as there
+            stage.submod.zero_grad()
         dist.barrier()
         ledger = Ledger(context.rank)
         ledger.hold("parameters", [p for stage in local for p in stage.submod.parameters()])

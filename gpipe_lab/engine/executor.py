@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -109,7 +110,7 @@ class Executor:
             elif op.kind in SENDS:
                 with self._named(op):
                     self.mailbox.send(op)
-            elif op.kind in RECEIVES:
+            elif op.kind in RECEIVES and not self.mailbox.expects(op):
                 with self._named(op):
                     self.mailbox.post(op)
         self.board.mark(op, waits=True)
@@ -128,6 +129,7 @@ class Executor:
         mine = {op.microbatch for op in job.schedule.ops[self.rank]}
         is_agreeing = self.agreements.bring_news([signatures[m] for m in mine]) or self.agreements.is_open
         self.schedule = job.first_schedule if is_agreeing else job.schedule
+        self.posts_ahead = links.in_any_order and not is_agreeing
         self.tracer = Tracer(self.rank, self.device)
         self.mailbox = Mailbox(
             self.rank,
@@ -159,7 +161,7 @@ class Executor:
                 self.handlers[op.kind](op)
                 self.mailbox.settle()
             else:
-                self._paced(op, self.job.pace, started_ms)
+                self._paced(op, index, self.job.pace, started_ms)
         end = self.device.stamp()
         self.ledger.snapshot(end)
         self.tracer.add(COMPUTE_LANE, op, start, end)
@@ -168,8 +170,11 @@ class Executor:
         """The operation's name in torch's profile, where one is made: a name costs a little."""
         return record_function(label(op)) if self.job.profile else nullcontext()
 
-    def _paced(self, op: Op, pace: Pace, started_ms: float) -> None:
-        """Run `op`, then hold it until its time, counted from its own start, is over."""
+    def _paced(self, op: Op, index: int, pace: Pace, started_ms: float) -> None:
+        """Run `op`, then hold it until its time, counted from its own start, is over.
+
+        The time is used to post the receives that come next, where links leave the order to tags.
+        """
         if pace.flops_per_ms is not None:
             with FlopCounterMode(display=False) as counter:
                 self.handlers[op.kind](op)
@@ -181,6 +186,11 @@ class Executor:
             duration_ms = pace.duration_ms(op, num_segments=segments, rows=rows, largest=max(self.job.sizes))
         self.device.finish()
         self.mailbox.settle()
+        if self.posts_ahead:
+            following = self.schedule.ops[self.rank][index + 1 :]
+            for transfer in takewhile(lambda later: later.kind not in COMPUTE, following):
+                if transfer.kind in RECEIVES:
+                    self.mailbox.post(transfer)
         left_ms = started_ms + duration_ms - now_ms()
         self.result.overran += left_ms < 0
         time.sleep(max(0.0, left_ms) / 1000.0)

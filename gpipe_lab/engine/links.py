@@ -84,6 +84,11 @@ class Links:
         self._under_way = 0
         self._arrived: SimpleQueue[Sent] = SimpleQueue()  # sends that are over
 
+    @property
+    def in_any_order(self) -> bool:
+        """Whether a transfer may be posted ahead of one that comes before it in the schedule."""
+        return not self.strict
+
     def send(self, op: Op, message: Message, to: int, tag: int) -> Sent:
         sent = Sent(op, self.device.stamp(), message)
         self._under_way += 1
@@ -207,6 +212,8 @@ class NcclLinks(Links):
     def __init__(self, device: Device, *, strict: bool = False, link_ms: float = 0.0) -> None:
         super().__init__(device, strict=strict, link_ms=link_ms)
         self._on_stream: list[Sent] = []
+
+    in_any_order = False
 
     def send(self, op: Op, message: Message, to: int, tag: int) -> Sent:
         with self.device.communicating():
