@@ -74,7 +74,7 @@ def plot_race(
             )
             if not fits:
                 _strike_out(axes)
-    sheet.picture.alt = f"Race on one time axis. {_sizes(traces)}. " + " ".join(
+    sheet.picture.alt = f"Race on one time axis. {_sizes(traces)}; {sources}. " + " ".join(
         f"{line}." for line in (limit, *lines.values()) if line
     )
     return sheet.picture

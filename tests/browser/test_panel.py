@@ -161,6 +161,25 @@ def test_a_race_with_ones_own_schedule(lab: Lab) -> None:
     lab.screenshot("race_light")
 
 
+def test_the_race_is_run_for_real_on_request(lab: Lab) -> None:
+    """Every lane by real workers under the same limit: who fits is measured, and said."""
+    field = box(lab, "limit (KiB)")
+    field.fill("736")
+    field.press("Enter")
+    wait_for(lab, "simulated", "Limit 736 KiB")
+    button(lab, "Run the race").click()
+    until(lambda: "The race is run." in status(lab), "all lanes are run")
+    pictures = lab.page.locator("img[alt^='Race on one time axis']")
+    until(lambda: pictures.count() == 2, "the measured race stands under the simulated one")
+    simulated, measured = (pictures.nth(i).get_attribute("alt") for i in (0, 1))
+    assert "measured, paced" in measured and "measured" not in simulated
+    assert "gpipe: 120 ms" in simulated and simulated.count("does not fit") == 1
+    for lane in ("mine", "one_f_one_b", "zero_bubble_h1"):
+        assert f"{lane}: " in simulated and f"{lane}: " in measured
+    assert "gpipe: " not in measured and lab.page.get_by_text("gpipe: out of memory").first.is_visible()
+    lab.screenshot("race_run_light")
+
+
 def test_files_are_saved(lab: Lab, tmp_path: Path) -> None:
     button(lab, "Save").click()
     button(lab, "Prepare files").click()
