@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.patches import Polygon
+from numpy.typing import NDArray
 
 from ..plan.errors import require
 from ..plan.memory import CATEGORIES, MemoryReport, in_flight
@@ -77,26 +80,30 @@ def _draw_stack(axes: Axes, memory: MemoryReport, rank: int, categories: Sequenc
     moments = memory.moments(rank)
     if not moments:
         return
-    times = np.array([*(moment.time_ms for moment in moments), max(until, moments[-1].time_ms)])
+    times = _steps([*(moment.time_ms for moment in moments), max(until, moments[-1].time_ms)])[1:]
     base = np.zeros(len(times))
     for category in categories:
         held = [moment.bytes.get(category, 0) for moment in moments]
-        top = base + np.array([*held, held[-1]])
+        top = base + _steps([*held, held[-1]])[:-1]
         style = _look_of(category)
         if np.any(top > base):
-            axes.fill_between(
-                times,
-                base,
-                top,
-                step="post",
+            outline = np.column_stack([[*times, *times[::-1]], [*top, *base[::-1]]])
+            band = Polygon(
+                outline,
                 facecolor=style.face,
                 edgecolor=style.edge if style.hatch else style.face,
                 hatch=style.hatch or None,
                 linewidth=0.3,
                 zorder=2,
             )
+            axes.add_artist(band)  # `fill_between` would find limits that are set anyway, and take longer
         base = top
-    axes.step(times, base, where="post", color=INK, linewidth=0.8, zorder=3)
+    axes.add_artist(Line2D(times, base, color=INK, linewidth=0.8, zorder=3))
+
+
+def _steps(values: Sequence[float]) -> NDArray[np.float64]:
+    """Each value twice: with the times one entry later, what holds from a time until the next."""
+    return np.repeat(np.asarray(values, dtype=float), 2)
 
 
 def _mark_peak(axes: Axes, memory: MemoryReport, rank: int, until: float) -> None:

@@ -14,11 +14,14 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.patches import PathPatch
+from matplotlib.transforms import Affine2D
 from PIL import Image
 
-from .style import DPI, PAPER, SOFT, WIDTH, Key, glyphs, look, swatch
+from .style import DPI, INK, PAPER, SOFT, WIDTH, Key, glyphs, look, swatch
 
 COLORS = 160  # of a saved picture: enough for its fills and their soft edges
+KEY_SIZE = 8  # points of a legend's words
 
 
 class Picture(Figure):
@@ -173,15 +176,20 @@ class Sheet:
         self.picture.text(x / self.width, y / height, text, ha="left", va="baseline", **style)
 
     def _legend(self, entries: Sequence[Key], y: float) -> None:
-        """A line of keys. By hand, since a matplotlib Legend takes a fifth of a quick redraw."""
+        """A line of keys. By hand, since a matplotlib Legend takes a fifth of a quick redraw.
+
+        Its words recur in every picture, so they are drawn as outlines, which are worked out once.
+        """
         x = self.left
+        place = self.picture.dpi_scale_trans
         for entry in entries:
-            if isinstance(entry, str):
-                self._text(x, y - 0.102, entry, size=8, color=SOFT)
-            else:
-                place = self.picture.dpi_scale_trans
+            text, start, color = (entry, x, SOFT) if isinstance(entry, str) else (entry.label, x + 0.235, INK)
+            if not isinstance(entry, str):
                 self.picture.add_artist(swatch(entry, (x, y - 0.11), (0.18, 0.11), place))
-                self._text(x + 0.235, y - 0.102, entry.label, size=8)
+            path, width = glyphs(text, KEY_SIZE)
+            words = PathPatch(path, color=color, linewidth=0, label=text)
+            words.set_transform(Affine2D().scale(1 / 72).translate(start + width / 144, y - 0.06) + place)
+            self.picture.add_artist(words)
             x += _key_width(entry)
 
 
@@ -202,5 +210,5 @@ def _rows(entries: Sequence[Key], width: float) -> list[list[Key]]:
 def _key_width(entry: Key) -> float:
     """The room that a legend's entry takes, in inches."""
     if isinstance(entry, str):
-        return glyphs(entry, 8)[1] / 72 + 0.14
-    return 0.235 + glyphs(entry.label, 8)[1] / 72 + 0.17
+        return glyphs(entry, KEY_SIZE)[1] / 72 + 0.14
+    return 0.235 + glyphs(entry.label, KEY_SIZE)[1] / 72 + 0.17

@@ -61,6 +61,7 @@ def split_gpipe(num_stages: int, num_microbatches: int) -> gl.Schedule:
 
 def texts(figure) -> str:
     found = [text.get_text() for text in figure.texts]
+    found += [key.get_label() for key in figure.artists]
     for axes in figure.axes:
         found += [text.get_text() for text in axes.texts]
         found += [label.get_text() for label in axes.get_yticklabels()]
