@@ -14,6 +14,9 @@ from typing import NamedTuple
 from .ops import BACKWARD, COMPUTE, Kind, Op, peer
 from .walk import Walk, walk
 
+# Python 3.11 finds a name of a module sooner than one of an enum, and these are asked for every operation.
+F, B, I, W, R, SEND_F, RECV_F, SEND_B, RECV_B, REDUCE, STEP = Kind  # noqa: E741
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -92,12 +95,11 @@ class Schedule:
 
     @cached_property
     def last_segment(self) -> dict[tuple[int, int], int]:
-        """(stage, micro-batch) -> the highest segment its backward has: the one that runs first."""
+        """(stage, micro-batch) -> the highest segment its backward has, the one that runs first, unless 0."""
         highest: dict[tuple[int, int], int] = {}
-        for op in self.rank_of:
-            if op.kind is Kind.B:
-                key = (op.stage, op.microbatch)
-                highest[key] = max(op.segment, highest.get(key, 0))
+        for kind, stage, microbatch, segment in self.rank_of:
+            if segment and kind is B:
+                highest[stage, microbatch] = max(segment, highest.get((stage, microbatch), 0))
         return highest
 
     @cached_property
@@ -157,24 +159,24 @@ class Message(NamedTuple):
 
 def input_gradient(stage: int, microbatch: int, schedule: Schedule) -> Op:
     """The operation that yields the gradient of a stage's input: I where split, else the last B to run."""
-    if Kind.I in schedule.kinds:
-        split = Op(Kind.I, stage, microbatch)
+    if I in schedule.kinds:
+        split = Op(I, stage, microbatch)
         if split in schedule.rank_of:
             return split
-    return Op(Kind.B, stage, microbatch)
+    return Op(B, stage, microbatch)
 
 
 def send_of(op: Op, schedule: Schedule) -> Op | None:
     """The send that takes the result of `op` to another rank, or None where no other rank needs it."""
-    match op.kind:
-        case Kind.F if op.stage + 1 < schedule.num_stages:
-            send, to = Op(Kind.SEND_F, op.stage, op.microbatch), op.stage + 1
-        case Kind.B | Kind.I if op.stage > 0 and op.segment == 0:
-            send, to = Op(Kind.SEND_B, op.stage, op.microbatch), op.stage - 1
-        case _:
-            return None
+    kind, stage, microbatch, segment = op
+    if kind is F and stage + 1 < schedule.num_stages:
+        send, to = Op(SEND_F, stage, microbatch), stage + 1
+    elif (kind is B or kind is I) and stage > 0 and segment == 0:
+        send, to = Op(SEND_B, stage, microbatch), stage - 1
+    else:
+        return None
     home = schedule.stage_to_rank
-    return send if home[op.stage] != home[to] else None
+    return send if home[stage] != home[to] else None
 
 
 def dependencies(op: Op, schedule: Schedule) -> tuple[Op, ...]:
@@ -185,43 +187,40 @@ def dependencies(op: Op, schedule: Schedule) -> tuple[Op, ...]:
     rendezvous.
     """
     kind, stage, microbatch, segment = op
-    match kind:
-        case Kind.F:
-            return _input(stage, microbatch, schedule)
-        case Kind.R:
-            waits = schedule.recompute_waits and _is_first(op, schedule)
-            gradient = _gradient(stage, microbatch, schedule) if waits else ()
-            return (Op(Kind.F, stage, microbatch), *gradient)
-        case Kind.B | Kind.I:
-            if _is_first(op, schedule):
-                before = _gradient(stage, microbatch, schedule)
-            else:
-                before = (Op(Kind.B, stage, microbatch, segment + 1),)
-            recompute = Op(Kind.R, stage, microbatch, segment) if Kind.R in schedule.kinds else None
-            if recompute in schedule.rank_of:
-                before = (recompute, *before)
-            return (Op(Kind.F, stage, microbatch), *before)
-        case Kind.W:
-            return (Op(Kind.I, stage, microbatch),)
-        case Kind.SEND_F:
-            return (Op(Kind.F, stage, microbatch),)
-        case Kind.SEND_B:
-            return (input_gradient(stage, microbatch, schedule),)
-        case Kind.RECV_F | Kind.RECV_B:
-            return (peer(op),)
-        case Kind.REDUCE:
-            return _finished(op, schedule)
-        case Kind.STEP:
-            summed = Op(Kind.REDUCE, stage, microbatch)
-            return (*_finished(op, schedule), *((summed,) if summed in schedule.rank_of else ()))
-    return ()
+    if kind is F:
+        return _input(stage, microbatch, schedule)
+    if kind is B or kind is I:
+        if _is_first(stage, microbatch, segment, schedule):
+            before = _gradient(stage, microbatch, schedule)
+        else:
+            before = (Op(B, stage, microbatch, segment + 1),)
+        recompute = Op(R, stage, microbatch, segment) if R in schedule.kinds else None
+        if recompute in schedule.rank_of:
+            before = (recompute, *before)
+        return (Op(F, stage, microbatch), *before)
+    if kind is W:
+        return (Op(I, stage, microbatch),)
+    if kind is R:
+        waits = schedule.recompute_waits and _is_first(stage, microbatch, segment, schedule)
+        gradient = _gradient(stage, microbatch, schedule) if waits else ()
+        return (Op(F, stage, microbatch), *gradient)
+    if kind is SEND_F:
+        return (Op(F, stage, microbatch),)
+    if kind is SEND_B:
+        return (input_gradient(stage, microbatch, schedule),)
+    if kind is RECV_F or kind is RECV_B:
+        return (peer(op),)
+    if kind is STEP:
+        summed = Op(REDUCE, stage, microbatch)
+        return (*_finished(op, schedule), *((summed,) if summed in schedule.rank_of else ()))
+    return _finished(op, schedule)  # REDUCE
 
 
 def _finished(op: Op, schedule: Schedule) -> tuple[Op, ...]:
     """What completes the gradients of a stage in a replica: the last part of each micro-batch's backward."""
     first, count = first_of_replica(op.microbatch, schedule), schedule.microbatches_per_replica
-    weights = [Op(Kind.W, op.stage, m) for m in range(first, first + count)]
-    return tuple(w if w in schedule.rank_of else w._replace(kind=Kind.B) for w in weights)
+    weights = [Op(W, op.stage, m) for m in range(first, first + count)]
+    return tuple(w if w in schedule.rank_of else w._replace(kind=B) for w in weights)
 
 
 def first_of_replica(microbatch: int, schedule: Schedule) -> int:
@@ -229,28 +228,28 @@ def first_of_replica(microbatch: int, schedule: Schedule) -> int:
     return microbatch - microbatch % schedule.microbatches_per_replica
 
 
-def _is_first(op: Op, schedule: Schedule) -> bool:
-    """Whether `op` belongs to the segment whose backward runs first."""
-    return op.segment == schedule.last_segment.get((op.stage, op.microbatch), 0)
+def _is_first(stage: int, microbatch: int, segment: int, schedule: Schedule) -> bool:
+    """Whether this is the segment whose backward runs first."""
+    return segment == (schedule.last_segment.get((stage, microbatch), 0) if schedule.last_segment else 0)
 
 
 def _input(stage: int, microbatch: int, schedule: Schedule) -> tuple[Op, ...]:
     """What brings the input of a stage's forward: a receive, or the forward before it."""
     if stage == 0:
         return ()
-    if Kind.RECV_F in schedule.kinds:
-        received = Op(Kind.RECV_F, stage, microbatch)
+    if RECV_F in schedule.kinds:
+        received = Op(RECV_F, stage, microbatch)
         if received in schedule.rank_of:
             return (received,)
-    return (Op(Kind.F, stage - 1, microbatch),)
+    return (Op(F, stage - 1, microbatch),)
 
 
 def _gradient(stage: int, microbatch: int, schedule: Schedule) -> tuple[Op, ...]:
     """What brings the gradient that a stage's backward starts from: nothing does on the last stage."""
     if stage + 1 >= schedule.num_stages:
         return ()
-    if Kind.RECV_B in schedule.kinds:
-        received = Op(Kind.RECV_B, stage, microbatch)
+    if RECV_B in schedule.kinds:
+        received = Op(RECV_B, stage, microbatch)
         if received in schedule.rank_of:
             return (received,)
     return (input_gradient(stage + 1, microbatch, schedule),)

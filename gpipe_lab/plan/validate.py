@@ -25,8 +25,8 @@ def validate(schedule: Schedule) -> None:
     _check_shape(schedule)
     _check_places(schedule)
     _check_complete(schedule)
-    _check_local_order(schedule)
     if schedule.walked.is_stuck:
+        _check_local_order(schedule)  # an operation before what it needs stops its rank too
         raise _hang(schedule, schedule.walked)
     schedule.__dict__[VALID] = True  # a schedule does not change, so it is checked once
 
@@ -115,7 +115,7 @@ def _check_places(schedule: Schedule) -> None:
     num_stages, num_microbatches = schedule.num_stages, schedule.num_microbatches
     per_replica, place = schedule.microbatches_per_replica, schedule.stage_to_rank
     for rank, ops in enumerate(schedule.ops):
-        first_rank = rank - rank % schedule.ranks_per_replica
+        replica, rank_within = divmod(rank, schedule.ranks_per_replica)
         for op in ops:
             _, stage, microbatch, segment = op
             if not (0 <= stage < num_stages and 0 <= microbatch < num_microbatches and segment >= 0):
@@ -127,10 +127,7 @@ def _check_places(schedule: Schedule) -> None:
                     where=f"rank {rank}",
                     remedy="both count from 0",
                 )
-            is_home = place[stage] == rank - first_rank and (
-                microbatch // per_replica * schedule.ranks_per_replica == first_rank
-            )
-            if not is_home:
+            if place[stage] != rank_within or microbatch // per_replica != replica:
                 home = schedule.home(stage, microbatch)
                 raise _error(
                     schedule,
@@ -155,21 +152,20 @@ def _check_places(schedule: Schedule) -> None:
 
 
 def _check_complete(schedule: Schedule) -> None:
-    found: dict[tuple[int, int], list[Op]] = defaultdict(list)
-    for op in schedule.rank_of:
-        if op.kind in COMPUTE:
-            found[op.stage, op.microbatch].append(op)
+    found: dict[tuple[int, int], list[tuple[Kind, int]]] = defaultdict(list)
+    for kind, stage, microbatch, segment in schedule.rank_of:
+        if kind in COMPUTE:
+            found[stage, microbatch].append((kind, segment))
     passed: set[tuple] = set()  # what is there of a micro-batch; the same on another stage passes too
     for stage in range(schedule.num_stages):
         for m in range(schedule.num_microbatches):
-            ops = found[stage, m]
-            pattern = tuple([(kind, segment) for kind, _, _, segment in ops])
+            pattern = tuple(found[stage, m])
             if pattern not in passed:
-                _check_microbatch(schedule, stage, m, ops)
+                _check_microbatch(schedule, stage, m, [Op(kind, stage, m, s) for kind, s in pattern])
                 passed.add(pattern)
-    if any(op.kind in TRANSFERS for op in schedule.rank_of):
+    if schedule.kinds & TRANSFERS:
         _check_transfers(schedule)
-    for op, rank in schedule.rank_of.items():
+    for op, rank in schedule.rank_of.items() if schedule.kinds & ONCE_A_STEP else ():
         if op.kind in ONCE_A_STEP and op != _for_all_microbatches(op, schedule):
             raise _error(
                 schedule,

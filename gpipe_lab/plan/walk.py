@@ -130,7 +130,7 @@ def _grouped(ops: list[Op | None], schedule: Schedule) -> tuple[list[Op | None],
             groups.append(0)
             continue
         kind, stage, microbatch, _ = op
-        key = (kind, stage, last_segment.get((stage, microbatch), 0))
+        key = (kind, stage, last_segment.get((stage, microbatch), 0) if last_segment else 0)
         group = number.get(key)
         if group is None:
             group = number[key] = len(examples)
