@@ -1,8 +1,17 @@
-"""How far gradients are from others."""
+"""Gradients of one process, and how far others are from them."""
 
 import math
 
 import torch
+import torch.nn.functional as F
+
+
+def whole_batch(model, x, y, loss_fn=F.mse_loss):
+    """One process, one batch, plain torch: (loss, gradients by name)."""
+    model.zero_grad()
+    loss = loss_fn(model(x), y)
+    loss.backward()
+    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
 def distance(gradients, reference):

@@ -6,9 +6,10 @@ the fastest of the rest are simulated and ranked by that.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import product
+from typing import TypeVar
 
 from .catalogue import DEVICES, MODELS
 from .choosing import CHECKPOINTS, SCHEDULES, Plans, choose
@@ -18,30 +19,27 @@ from .layer_costs import Layer, layers_of
 from .models import Device, Model, Precision
 from .units import parse_bytes
 
+T = TypeVar("T")
+
 
 def known_model(model: Model | str) -> Model:
     """A model, or the one of `gl.MODELS` with that name."""
-    found = MODELS.get(model) if isinstance(model, str) else model
-    require(
-        isinstance(found, Model),
-        f"a model is a gl.Model or one of {', '.join(MODELS)}",
-        got=repr(model),
-        where="plan",
-        remedy='"llama3-8b"',
-    )
-    assert found is not None
-    return found
+    return _known(model, MODELS, Model, remedy='"llama3-8b"')
 
 
 def known_device(device: Device | str) -> Device:
     """A device, or the one of `gl.DEVICES` with that name."""
-    found = DEVICES.get(device) if isinstance(device, str) else device
+    return _known(device, DEVICES, Device, remedy='"h100"')
+
+
+def _known(asked: T | str, catalogue: Mapping[str, T], kind: type[T], *, remedy: str) -> T:
+    found = catalogue.get(asked) if isinstance(asked, str) else asked
     require(
-        isinstance(found, Device),
-        f"a device is a gl.Device or one of {', '.join(DEVICES)}",
-        got=repr(device),
+        isinstance(found, kind),
+        f"a {kind.__name__.lower()} is a gl.{kind.__name__} or one of {', '.join(catalogue)}",
+        got=repr(asked),
         where="plan",
-        remedy='"h100"',
+        remedy=remedy,
     )
     assert found is not None
     return found

@@ -83,6 +83,19 @@ def hint(text: str, *, role: str = "") -> str:
     )
 
 
+def message(text: str, *, alarm: bool = False, role: str = "") -> str:
+    """Words that a screen reader announces; an alarm stands out."""
+    role = role or ("alert" if alarm else "status")
+    mark = "border-left:4px solid #D55E00;padding:2px 8px;background:#fff4ec;color:#1a1a1a;" if alarm else ""
+    body = html.escape(text).replace("\n", "<br>")
+    return f'<div role="{role}" style="line-height:1.45;white-space:normal;{mark}">{body}</div>'
+
+
+def button(name: str, icon: str, tip: str, *, style: str = "") -> Any:
+    layout = widgets.Layout(width="auto", align_self="flex-start")
+    return widgets.Button(description=name, icon=icon, tooltip=tip, button_style=style, layout=layout)
+
+
 def choice(name: str, tip: str, options: Sequence[str], value: str) -> Any:
     """A dropdown that also offers a value it is given."""
     return widgets.Dropdown(

@@ -6,8 +6,6 @@ on dials, such as the size of a micro-batch or the place of a cut.
 
 from __future__ import annotations
 
-import asyncio
-import html
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,10 +13,12 @@ import ipywidgets as widgets
 
 from ..plan.errors import InputError, require
 from ..plan.units import parse_bytes
-from .background import Attempt, LatestWins, Stopped, from_the_browser, running_loop
+from .background import Attempt, from_the_browser
+from .controls import ROW, button, message
 from .gantt import plot_trace
 from .picture import Picture, img, show
 from .runner import Measured, shared_lab
+from .runs import Phase, Runs, Tell, was_stopped
 
 Values = dict[str, int]
 
@@ -55,10 +55,11 @@ class Dials:
         self.device, self.limit_bytes = device, parse_bytes(memory_limit)
         self.result: Measured | None = None
         self.error: BaseException | None = None
-        self._background = LatestWins(interrupt=self._interrupt, finished=self._finished)
-        self._attempt: Attempt | None = None
-        self._applied: Attempt | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._runs = Runs(
+            lambda: shared_lab.stop(self),
+            show_phase=lambda phase, share: self._say(phase.text),
+            show_end=self._show_end,
+        )
         self._measured: Values = {}
         self.sliders = {}
         boxes = []
@@ -66,20 +67,16 @@ class Dials:
             self.sliders[name], box = _dial(name, (help or {}).get(name, name), least, start, most)
             self.sliders[name].observe(lambda _: self.redraw(), names="value")
             boxes += [self.sliders[name], box]
-        self.run_button = widgets.Button(
-            description="Run", icon="play", button_style="primary", tooltip="measure with real workers"
-        )
-        self.stop_button = widgets.Button(
-            description="Stop", icon="stop", disabled=True, tooltip="end the run within two seconds"
-        )
+        self.run_button = button("Run", "play", "measure with real workers", style="primary")
+        self.stop_button = button("Stop", "stop", "end the run within two seconds")
+        self.stop_button.disabled = True
         self.run_button.on_click(lambda _: self._run_clicked())
         self.stop_button.on_click(lambda _: self.stop())
         self.status, self.at_once, self.measured = widgets.HTML(), widgets.HTML(), widgets.HTML()
-        row = widgets.Layout(align_items="center", flex_flow="row wrap")
         self.box = widgets.VBox(
             [
-                widgets.HBox(boxes, layout=row),
-                widgets.HBox([self.run_button, self.stop_button], layout=row),
+                widgets.HBox(boxes, layout=ROW),
+                widgets.HBox([self.run_button, self.stop_button], layout=ROW),
                 self.status,
                 self.at_once,
                 self.measured,
@@ -100,12 +97,15 @@ class Dials:
     def redraw(self) -> None:
         """Draw the present values; if they are not allowed, say why and disable Run."""
         try:
-            self.at_once.value = _image(self.draw(**self.values), quick=True)
+            self.at_once.value = img(self.draw(**self.values), quick=True)
         except InputError as refusal:
             self.run_button.disabled = True
             self._say(f"Run is off: {refusal.rule} (got {refusal.got}).", alarm=True)
             return
         self.run_button.disabled = False
+        if self._runs.in_progress:
+            self._runs.say_phase()
+            return
         stale = f" Below: measured with {_words(self._measured)}." if self._measured else ""
         self._say(f"{_words(self.values)}. Press Run to measure it.{stale}")
 
@@ -113,36 +113,28 @@ class Dials:
         """Measure the present values; `wait=True` returns the run, or raises what went wrong."""
         values = self.values
         self.draw(**values)  # raises what is not allowed
-        self._loop = running_loop()
-        self._attempt = Attempt(lambda attempt: (values, self._measure(attempt, values)))
+        measuring = Phase(text=f"Measuring {_words(values)} …", done=0.0, until=1.0, seconds=1.0)
         self.stop_button.disabled = False
-        self._say(f"Measuring {_words(values)} …")
-        self._background.submit(self._attempt)
+        self._runs.start(lambda tell: (values, self._measure(values, tell, measuring)), measuring)
         return self.wait() if wait else None
 
     def wait(self, timeout_s: float | None = None) -> Measured | None:
         """Wait in this cell for the run, show it, and raise its error if it has one."""
-        attempt = self._attempt
-        if attempt is None:
-            return None
-        if not attempt.done.wait(timeout_s):
-            raise TimeoutError(f"the run was not done after {timeout_s} s")
-        self._apply(attempt)
-        if attempt.error is not None:
-            self.error = None
-            raise attempt.error
+        try:
+            self._runs.wait(timeout_s)
+        except Exception as error:
+            if self.error is error:
+                self.error = None  # it is raised here, so `close` need not
+            raise
         return self.result
 
     def stop(self) -> None:
         """End the run in progress."""
-        self._background.stop()
+        self._runs.stop()
 
     def close(self) -> None:
         """Stop what runs, end the workers, and raise the error of a run that nobody waited for."""
-        self.stop()
-        if self._attempt is not None:
-            self._attempt.done.wait(5)
-            self._apply(self._attempt)
+        self._runs.close()
         shared_lab.close()
         self.box.close()
         error, self.error = self.error, None
@@ -161,34 +153,22 @@ class Dials:
                     ) as lab:
                         show(_chart(self.measure(lab, **values)))
         finally:
-            if measure and self._attempt is None:
+            if measure and self._runs.latest is None:
                 shared_lab.close()
 
-    def _measure(self, attempt: Attempt, values: Values) -> Measured:
-        """In the thread."""
+    def _measure(self, values: Values, tell: Tell, measuring: Phase) -> Measured:
+        """In the thread; `tell` raises once the run is not wanted any more."""
 
-        def progress(phase: str) -> None:
-            attempt.check()
+        def progress(_: str) -> None:
+            tell(measuring)
 
         with shared_lab.held(self, self.ranks(**values), self.device, self.limit_bytes, progress) as lab:
-            attempt.check()
+            tell(measuring)
             return self.measure(lab, **values)
 
-    def _interrupt(self) -> None:
-        shared_lab.stop(self)
-
-    def _finished(self, attempt: Attempt) -> None:
-        """In the thread: widgets change in the event loop; without one `wait` does what is left."""
-        if self._loop is not None and self._loop.is_running():
-            self._loop.call_soon_threadsafe(lambda: self._apply(attempt))
-
-    def _apply(self, attempt: Attempt) -> None:
-        """Show how an attempt ended, once; only the latest one's end counts."""
-        if attempt is not self._attempt or attempt is self._applied:
-            return
-        self._applied = attempt
+    def _show_end(self, attempt: Attempt) -> None:
         self.stop_button.disabled = True
-        if attempt.was_stopped or isinstance(attempt.error, Stopped):
+        if was_stopped(attempt):
             self._say("Stopped. Nothing was measured.")
         elif attempt.error is not None:
             self._fail(attempt.error)
@@ -196,7 +176,7 @@ class Dials:
             self._measured, self.result = attempt.result
             assert self.result is not None
             self.error = None
-            self.measured.value = _image(_chart(self.result))
+            self.measured.value = img(_chart(self.result))
             self.redraw()
 
     def _run_clicked(self) -> None:
@@ -211,12 +191,7 @@ class Dials:
         self._say(f"{type(error).__name__}: {error}", alarm=True)
 
     def _say(self, text: str, *, alarm: bool = False) -> None:
-        role = "alert" if alarm else "status"
-        mark = (
-            "border-left:4px solid #D55E00;padding:2px 8px;background:#fff4ec;color:#1a1a1a;" if alarm else ""
-        )
-        text = html.escape(text).replace("\n", "<br>")
-        self.status.value = f'<div role="{role}" style="line-height:1.45;{mark}">{text}</div>'
+        self.status.value = message(text, alarm=alarm)
 
     def _repr_mimebundle_(self, **options: Any) -> Any:
         return {**self.box._repr_mimebundle_(**options), "text/plain": f"A live panel: {_words(self.values)}"}
@@ -244,10 +219,6 @@ def _dial(name: str, tip: str, least: int, start: int, most: int) -> tuple[Any, 
 
 def _chart(run: Measured) -> Picture:
     return plot_trace(run.trace, run.memory)
-
-
-def _image(picture: Picture, *, quick: bool = False) -> str:
-    return img(picture, picture.png(quick=quick))
 
 
 def _words(values: Values) -> str:

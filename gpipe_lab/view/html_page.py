@@ -49,9 +49,7 @@ def paragraph(text: str) -> str:
 
 def figure(picture: Picture) -> str:
     """The picture with its description as alt text and as a caption on the page."""
-    return (
-        f"<figure>{img(picture, picture.png())}<figcaption>{html.escape(picture.alt)}</figcaption></figure>"
-    )
+    return f"<figure>{img(picture)}<figcaption>{html.escape(picture.alt)}</figcaption></figure>"
 
 
 def table(frame: pandas.DataFrame, caption: str, *, index: bool = True, folded: bool = False) -> str:

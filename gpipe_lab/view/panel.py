@@ -10,8 +10,7 @@ import ipywidgets as widgets
 
 from ..plan.schedule import Schedule
 from ..plan.schedules import SCHEDULES
-from .controls import ROW, Number, Section, choice, explained, hint
-from .picture import Picture, img
+from .controls import ROW, Number, Section, button, choice, explained, hint, message
 from .race import MOST
 from .scene import Marks, Wording
 from .settings import CHECKPOINTS, CUTS, LAYERS, Settings, switched_off
@@ -42,7 +41,7 @@ class Panel:
         self._make_buttons()
         self._make_closer()
         self._make_race(schedules, race)
-        self.save = _button(
+        self.save = button(
             "Prepare files", "download", "make the pictures, tables and traces shown ready to save"
         )
         self.files = widgets.HTML()
@@ -142,8 +141,8 @@ class Panel:
         self.reasons = widgets.HTML()
 
     def _make_buttons(self) -> None:
-        self.run = _button("Run", "play", "measure with real workers", style="primary")
-        self.stop = _button("Stop", "stop", "end the run within two seconds")
+        self.run = button("Run", "play", "measure with real workers", style="primary")
+        self.stop = button("Stop", "stop", "end the run within two seconds")
         self.stop.disabled = True
         self.progress = widgets.FloatProgress(
             value=0, min=0, max=1, layout=widgets.Layout(width="9em", visibility="hidden")
@@ -168,7 +167,7 @@ class Panel:
             choice(f"lane {number}", "a schedule that takes part", [NOBODY, *schedules], name)
             for number, name in enumerate(lanes, 1)
         ]
-        self.run_race = _button("Run the race", "flag-checkered", "measure every lane with real workers")
+        self.run_race = button("Run the race", "flag-checkered", "measure every lane with real workers")
         self.race = widgets.HTML()
         self.measured_race = widgets.HTML()
 
@@ -284,12 +283,11 @@ class Panel:
 
     def say(self, text: str, *, alarm: bool = False) -> None:
         """Show one message where a screen reader announces it; an alarm stands out."""
-        role = "alert" if alarm else "status"
-        self.status.value = f'<div role="{role}" style="{_look(alarm)}">{_body(text)}</div>'
+        self.status.value = message(text, alarm=alarm)
 
     def note(self, text: str) -> None:
         """What stands above the measured picture, as conspicuous as an alarm; "" takes it away."""
-        self.measured_note.value = f'<div style="{_look(True)}">{_body(text)}</div>' if text else ""
+        self.measured_note.value = message(text, alarm=True, role="note") if text else ""
 
     def working(self, working: bool) -> None:
         """Whether a run is in progress."""
@@ -315,22 +313,3 @@ def _sections_of(start: Settings) -> set[str]:
         for name, fields in ((COSTS, costs), (MEMORY, memory))
         if any(getattr(start, field) != getattr(plain, field) for field in fields)
     }
-
-
-def _button(name: str, icon: str, tip: str, *, style: str = "") -> Any:
-    layout = widgets.Layout(width="auto", align_self="flex-start")
-    return widgets.Button(description=name, icon=icon, tooltip=tip, button_style=style, layout=layout)
-
-
-def _look(alarm: bool) -> str:
-    mark = "border-left:4px solid #D55E00;padding:2px 8px;background:#fff4ec;color:#1a1a1a;" if alarm else ""
-    return f"line-height:1.45;white-space:normal;{mark}"
-
-
-def _body(text: str) -> str:
-    return html.escape(text).replace("\n", "<br>")
-
-
-def image(picture: Picture, *, quick: bool = False) -> str:
-    """The picture as HTML with its alt text. `quick` trades a larger file for time."""
-    return img(picture, picture.png(quick=quick))

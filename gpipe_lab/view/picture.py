@@ -83,8 +83,9 @@ def _words(alt: str) -> str:
     return f"<details><summary>The figure in words</summary><p>{html.escape(alt)}</p></details>"
 
 
-def img(figure: Figure, png: bytes) -> str:
-    """HTML that shows `png`, drawn from `figure`, with the figure's alt text, on white."""
+def img(figure: Figure, *, quick: bool = False) -> str:
+    """HTML that shows the figure with its alt text, on white; `quick` takes less time and more bytes."""
+    png = _png(figure, quick=quick)
     width, height = (round(inches * DPI) for inches in figure.get_size_inches())
     return (
         f'<img alt="{html.escape(alt_text(figure), quote=True)}" width="{width}" height="{height}" '

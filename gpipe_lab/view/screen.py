@@ -12,8 +12,8 @@ from .apart import bubble_table, plot_bubble
 from .downloads import MakeFile, files_of, pictures_of
 from .lanes import Lanes, simulated_lanes
 from .moment import state_in_words
-from .panel import CLOSER, MEMORY, RACE, Panel, image
-from .picture import Picture
+from .panel import CLOSER, MEMORY, RACE, Panel
+from .picture import Picture, img
 from .runner import Measured
 from .scene import ROWS_HEIGHT, Marks, Wording, axis_end, draw
 from .settings import Settings, simulated, simulated_memory
@@ -51,7 +51,7 @@ class Chart:
     @classmethod
     def of(cls, picture: Picture, until: float) -> Chart:
         first, last = picture.axes[0].get_position(), picture.axes[-1].get_position()
-        drawn = image(picture, quick=True)
+        drawn = img(picture, quick=True)
         return cls(drawn, first.x0, first.x1, 1 - first.y1, 1 - last.y0, until)
 
     def at(self, time_ms: float | None) -> str:
@@ -213,7 +213,7 @@ class Screen:
     def _apart(self) -> str:
         traces = {trace.source: trace for trace, _, _ in self._closer()}
         table = bubble_table(traces).to_html(border=0, float_format=lambda x: f"{x:.2f}")
-        return image(plot_bubble(traces), quick=True) + _folded("The bubble as a table", table)
+        return img(plot_bubble(traces), quick=True) + _folded("The bubble as a table", table)
 
 
 def _words_html(title: str, sentences: Sequence[str]) -> str:
@@ -228,7 +228,7 @@ def _race_html(lanes: Lanes) -> str:
     if picture is None:
         return lanes.reasons()
     table = lanes.table().drop(columns="out").dropna().to_html(border=0)
-    return image(picture, quick=True) + lanes.reasons() + _folded("The race as a table", table)
+    return img(picture, quick=True) + lanes.reasons() + _folded("The race as a table", table)
 
 
 def _folded(title: str, body: str) -> str:

@@ -10,7 +10,7 @@ from torch import nn
 import gpipe_lab as gl
 from gpipe_lab.engine import devices
 from gpipe_lab.lab import jobs
-from tests.comparing import distance
+from tests.comparing import distance, whole_batch
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
@@ -25,13 +25,6 @@ def make_batch(rows=12):
     return tuple(torch.randn(rows, 6, generator=generator, dtype=torch.float64) for _ in range(2))
 
 
-def one_process(model, x, y):
-    model.zero_grad()
-    loss = F.mse_loss(model(x), y)
-    loss.backward()
-    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}
-
-
 def is_allowed(name, num_ranks, num_microbatches):
     return name != "interleaved" or num_microbatches % num_ranks == 0
 
@@ -39,7 +32,7 @@ def is_allowed(name, num_ranks, num_microbatches):
 @pytest.mark.parametrize("num_ranks", range(1, 7))
 def test_every_schedule_runs_with_every_p_and_m_up_to_six(lab_of, num_ranks):
     model, (x, y) = make_model(), make_batch()
-    loss, reference = one_process(model, x, y)
+    loss, reference = whole_batch(model, x, y)
     for name, make in gl.SCHEDULES.items():
         for num_microbatches in range(1, 7):
             if is_allowed(name, num_ranks, num_microbatches):
@@ -53,7 +46,7 @@ def test_every_schedule_runs_with_every_p_and_m_up_to_six(lab_of, num_ranks):
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 def test_seven_layers_are_all_placed_and_trained(lab_of, num_stages):
     model, (x, y) = make_model(7), make_batch()
-    loss, reference = one_process(model, x, y)
+    loss, reference = whole_batch(model, x, y)
     run = lab_of(num_stages).run(gl.gpipe(num_stages, 3), model, x, y, loss_fn=F.mse_loss)
     assert run.loss == pytest.approx(loss, rel=1e-12)
     assert distance(run.gradients(), reference) <= 1e-12
@@ -61,7 +54,7 @@ def test_seven_layers_are_all_placed_and_trained(lab_of, num_stages):
 
 def test_the_norm_of_the_gradients_does_not_hang_on_m(lab_of):
     model, (x, y) = make_model(), make_batch()
-    _, reference = one_process(model, x, y)
+    _, reference = whole_batch(model, x, y)
     expected = sum(g.square().sum().item() for g in reference.values()) ** 0.5
     pipe = lab_of(3).pipeline(model, loss_fn=F.mse_loss)
     for num_microbatches in range(1, 13):
@@ -81,7 +74,7 @@ def test_every_rank_knows_the_loss(lab_of, monkeypatch):
         return found
 
     monkeypatch.setattr(lab, "call", note)
-    loss, _ = one_process(make_model(), x, y)
+    loss, _ = whole_batch(make_model(), x, y)
     pipe.step(gl.gpipe(4, 3), x, y)
     assert [known for _, known, _ in replies] == pytest.approx([loss] * 4, rel=1e-12)
     assert len({(known, norm) for _, known, norm in replies}) == 1

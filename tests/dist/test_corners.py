@@ -13,6 +13,7 @@ import gpipe_lab as gl
 from gpipe_lab.engine.seeding import init_seed
 from gpipe_lab.engine.streams import CpuDevice
 from gpipe_lab.lab.stages import cut
+from tests.layers import OwnFunction
 
 M = 4
 MODES = ["never", "always", "except_last"]
@@ -27,31 +28,10 @@ def linear():
     return nn.Linear(6, 6).double()
 
 
-class Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x @ weight
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x, weight = ctx.saved_tensors
-        return gradient @ weight.t(), x.t() @ gradient
-
-
-class OwnFunction(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(6, 6, dtype=torch.float64))
-
-    def forward(self, x):
-        return Product.apply(x, self.weight)
-
-
 @pytest.mark.parametrize("make", [gl.zero_bubble_h1, gl.zero_bubble_v])
 def test_the_trace_says_which_backwards_were_not_split(lab_of, make):
     torch.manual_seed(0)
-    layers = [linear(), OwnFunction(), linear(), linear()]
+    layers = [linear(), OwnFunction(6, torch.float64), linear(), linear()]
     expected = one_process(layers)
     for mode in MODES:
         run = lab_of(2).run(make(2, M), layers, *batch(), loss_fn=F.mse_loss, checkpoint=mode)

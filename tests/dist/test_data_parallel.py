@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gpipe_lab as gl
-from tests.comparing import distance
+from tests.comparing import distance, whole_batch
 
 ADAM = functools.partial(torch.optim.AdamW, lr=0.01)
 SHAPES = [(2, 2), (4, 2), (1, 3)]  # ranks of a pipeline, replicas
@@ -25,13 +25,6 @@ def make_model(dropout=0.0):
 def make_batch(rows):
     generator = torch.Generator().manual_seed(1)
     return tuple(torch.randn(rows, n, generator=generator, dtype=torch.float64) for n in (5, 3))
-
-
-def whole_batch(model, x, y, loss_fn=F.mse_loss):
-    model.zero_grad()
-    loss = loss_fn(model(x), y)
-    loss.backward()
-    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gpipe_lab as gl
-from tests.comparing import distance
+from tests.comparing import distance, whole_batch
 from gpipe_lab.engine.microbatch import microbatch_sizes
 from gpipe_lab.engine.seeding import layer_seed
 
@@ -35,14 +35,6 @@ def make_model(dropout=0.0, dtype=torch.float64):
 def make_batch(rows, dtype=torch.float64):
     generator = torch.Generator().manual_seed(1)
     return (torch.randn(rows, n, generator=generator, dtype=dtype) for n in (5, 3))
-
-
-def whole_batch(model, x, y, loss_fn=F.mse_loss):
-    """One process, one batch, plain torch."""
-    model.zero_grad()
-    loss = loss_fn(model(x), y)
-    loss.backward()
-    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("make", SCHEDULES)

@@ -10,6 +10,7 @@ from gpipe_lab.engine.layers import Block
 from gpipe_lab.engine.ledger import Ledger
 from gpipe_lab.engine.stage import Stage, StepContext
 from gpipe_lab.engine.streams import CpuDevice
+from tests.layers import OwnFunction
 
 
 class ByHand(nn.Module):
@@ -86,23 +87,6 @@ def test_gradients_and_flops_are_those_of_the_whole_backward(name):
         if segments is None:
             assert first + second == flops and none == 0
     assert stage.ledger.totals["deferred"] == stage.ledger.totals["saved"] == 0
-
-
-class Doubles(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x @ weight
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x, weight = ctx.saved_tensors
-        return gradient @ weight.t(), x.t() @ gradient
-
-
-class OwnFunction(ByHand):
-    def forward(self, x):
-        return Doubles.apply(x, self.weight)
 
 
 UNSPLIT = {
