@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpipe_lab.course import check
+from gpipe_lab import check
 from gpipe_lab.course.exercises import card_runs, ch06
 from gpipe_lab.course.exercises.card_runs import TASKS, does_not_fit
 

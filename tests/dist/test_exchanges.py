@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import gpipe_lab as gl
-from gpipe_lab.course import check
+from gpipe_lab import check
 from gpipe_lab.course.exchanges import play
 from gpipe_lab.course.exercises import find
 from gpipe_lab.course.exercises.ch08 import EXCHANGES, it_really_ends

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from gpipe_lab.course import check
+from gpipe_lab import check
 from gpipe_lab.course.exercise import source_of
 from gpipe_lab.course.exercises import all_exercises, step_on_ranks
 from gpipe_lab.course.exercises.ch03_step import GPIPE_STEP, variant

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import gpipe_lab as gl
-from gpipe_lab.course import check
+from gpipe_lab import check
 from gpipe_lab.course.exercises.ch09 import PORT
 from gpipe_lab.course.official import torch_listing
 

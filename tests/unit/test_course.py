@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from gpipe_lab.course import check, claim, claims, doctor, hint, predict, progress, solution, strict, track
+from gpipe_lab import check, claim, claims, doctor, hint, predict, progress, solution, track
+from gpipe_lab.course import strict
 from gpipe_lab.course.exercise import Answer, Exercise, Mismatch, over, source_of
 from gpipe_lab.course.exercises import all_exercises, ch04, ch05, find
 from gpipe_lab.course.publish import clean
@@ -353,7 +354,7 @@ def test_a_live_loop_moves_a_bar(monkeypatch: pytest.MonkeyPatch, broken: bool) 
 
 
 def test_the_table_of_claims_is_shown_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["gpipe_lab.course.claims"], "_claims", {})
+    monkeypatch.setattr("gpipe_lab.course.claims._claims", {})
     long = "the finish times of a staircase give the very same number, however many words it takes " * 2
     claim("a", long, formula="T (M + P - 1)", predicted=4, measured=4)
     claim("b", "short", formula="2", predicted=2, simulated=2.5, measured=3, paced=True, timed=True)
@@ -413,7 +414,8 @@ def test_nothing_is_watched_outside_a_notebook() -> None:
 
 def test_importing_the_course_is_light() -> None:
     code = (
-        "import sys, gpipe_lab.course, gpipe_lab.course.exercises as e; e.all_exercises();"
+        "import sys, gpipe_lab as gl, gpipe_lab.course.exercises as e; e.all_exercises();"
+        "[getattr(gl, name) for name, module in gl._LAZY.items() if '.course.' in module];"
         "heavy = {'torch', 'ipywidgets', 'IPython', 'pandas', 'matplotlib', 'numpy'} & set(sys.modules);"
         "assert not heavy, heavy"
     )

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from gpipe_lab.course import glossary
+from gpipe_lab import glossary
 from gpipe_lab.course.chapters import chapters
 from gpipe_lab.course.facts import NOTEBOOKS, table
 from gpipe_lab.course.glossary import PAGE, Term, anchor, page, terms
