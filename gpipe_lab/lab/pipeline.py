@@ -25,7 +25,7 @@ from ..plan.replicate import replicate
 from ..plan.schedule import Schedule
 from ..plan.schedules import forward_only
 from ..plan.units import parse_bytes
-from . import jobs
+from . import jobs, whole
 from .failures import PipelineLost, as_input_errors
 from .once import LossOptions, assemble_step, require_pace_if_shared, sweep
 from .prepare import MakeSchedule, Partition, Plan, Ties, cut, made, plan_step, read_spec
@@ -189,37 +189,19 @@ class Pipeline:
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Whole-model parameter names to accumulated gradients, on the CPU."""
-        return self._joined(self._call(jobs.gradients))
+        return whole.joined(self._stages, self._call(jobs.gradients))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The whole model's weights and buffers, on the CPU, as `nn.Sequential.state_dict` names them."""
-        return self._joined(self._ask("state_dict"))
+        return whole.joined(self._stages, self._ask("state_dict"))
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Set the weights and buffers; brings back a pipeline that was lost, with a new optimizer."""
         if self._is_lost:
             self._build()
-        self._require_fitting(state)
-        parts = [("load_state_dict", self._part(state, rank)) for rank in range(self._ranks_per_replica)]
-        self._call(jobs.ask, parts * self.num_replicas)
-
-    def _require_fitting(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Raise `InputError` for a state of another model; the weights then stay as they are."""
-        expected = self._joined(self._ask("shapes"))
-        given = {name: tuple(value.shape) for name, value in state.items()}
-        wrong = [f"no {name}" for name in expected if name not in given]
-        wrong += [f"{name}, which the model has not" for name in given if name not in expected]
-        wrong += [
-            f"{name} of shape {given[name]} for {shape}"
-            for name, shape in expected.items()
-            if given.get(name, shape) != shape
-        ]
-        require(
-            not wrong,
-            "a state has the weights and buffers of the whole model, as pipe.state_dict() does",
-            got="; ".join(wrong[:5]) + (f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""),
-            where="Pipeline.load_state_dict",
-        )
+        whole.require_fitting(state, whole.joined(self._stages, self._ask("shapes")))
+        parts = whole.parts(self._stages, self.stage_to_rank, state)
+        self._call(jobs.ask, [("load_state_dict", part) for part in parts] * self.num_replicas)
 
     def save(self, path: str | Path) -> Path:
         """Write `state_dict` with torch.save, whole or not at all."""
@@ -320,20 +302,6 @@ class Pipeline:
 
     def _ask(self, method: str) -> list[Any]:
         return self._call(jobs.ask, [(method,)] * self.lab.num_ranks)
-
-    def _joined(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
-        """What the ranks gave by parameter name, in the order of the model's layers."""
-        position = {
-            name: at for at, name in enumerate(name for stage in self._stages for name in stage.names)
-        }
-        found = {name: value for part in parts for name, value in part.items()}
-        return {name: found[name] for name in sorted(found, key=lambda name: position[name.split(".")[0]])}
-
-    def _part(self, state: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
-        """The entries of a whole model's state that belong to the stages of a rank."""
-        here = [s for s, home in zip(self._stages, self.stage_to_rank, strict=True) if home == rank]
-        prefixes = tuple(f"{name}." for stage in here for name in stage.names)
-        return {name: value for name, value in state.items() if name.startswith(prefixes)}
 
 
 def _placement(given: Sequence[int] | Schedule | None, num_ranks: int) -> tuple[int, ...]:

@@ -34,9 +34,6 @@ class Precision:
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
 
 
-FP32_PLAIN = Precision(parameter_bytes=4, gradient_bytes=4, optimizer_bytes=0, value_bytes=4)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Model:
     """A transformer that predicts the next token, by its shape.

@@ -7,7 +7,6 @@ from collections import Counter, defaultdict
 from .errors import ScheduleError
 from .ops import COMPUTE, ONCE_A_STEP, TRANSFERS, Kind, Op, peer
 from .schedule import Schedule, first_of_replica, send_of
-from .walk import Walk
 
 
 def validate(schedule: Schedule) -> None:
@@ -27,7 +26,7 @@ def validate(schedule: Schedule) -> None:
     _check_complete(schedule)
     if schedule.walked.is_stuck:
         _check_local_order(schedule)  # an operation before what it needs stops its rank too
-        raise _hang(schedule, schedule.walked)
+        raise _hang(schedule)
     schedule.__dict__[VALID] = True  # a schedule does not change, so it is checked once
 
 
@@ -283,42 +282,20 @@ def _check_local_order(schedule: Schedule) -> None:
                     )
 
 
-def _hang(schedule: Schedule, walked: Walk) -> ScheduleError:
-    cycle = waiting_cycle(schedule, walked)
-    ranks = [schedule.rank_of[op] for op in cycle]
+def _hang(schedule: Schedule) -> ScheduleError:
+    circle = schedule.walked.circle
+    ranks = [schedule.rank_of[op] for op in circle]
     lines = [
         f"rank {rank} stands at {op} and waits until rank {next_rank} gets past {next_op}"
         for rank, op, next_rank, next_op in zip(
-            ranks, cycle, ranks[1:] + ranks[:1], cycle[1:] + cycle[:1], strict=True
+            ranks, circle, ranks[1:] + ranks[:1], circle[1:] + circle[:1], strict=True
         )
     ]
     return _error(
         schedule,
         "no rank may wait for one that waits for it",
-        *cycle,
+        *circle,
         got="a circle: " + "; ".join(lines),
         where="ranks " + ", ".join(map(str, sorted(set(ranks)))),
         remedy="on one of these ranks, move what the others wait for ahead of the operation it stands at",
     )
-
-
-def waiting_cycle(schedule: Schedule, walked: Walk) -> list[Op]:
-    """The operations of a stuck walk that wait for each other in a circle, each for the next."""
-
-    def held_up_by(op: Op) -> Op:
-        rank = schedule.rank_of[op]
-        if walked.heads.get(rank) == op:  # a transfer whose other end is not there, or not first
-            other = peer(op)
-            other_rank = schedule.rank_of[other]
-            return walked.heads[other_rank] if other in walked.posted else walked.blocked[other_rank][0]
-        _, needed = walked.blocked[rank]
-        if needed.kind in TRANSFERS:
-            return walked.heads[rank]
-        return walked.blocked[schedule.rank_of[needed]][0]
-
-    op = next(iter(walked.blocked.values()))[0] if walked.blocked else next(iter(walked.heads.values()))
-    path: list[Op] = []
-    while op not in path:
-        path.append(op)
-        op = held_up_by(op)
-    return path[path.index(op) :]

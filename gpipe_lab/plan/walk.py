@@ -89,6 +89,30 @@ class Walk:
         return bool(self.blocked or self.heads)
 
     @cached_property
+    def circle(self) -> list[Op]:
+        """The operations that wait for each other, each for the next and the last for the first; or none."""
+        standing = [*(op for op, _ in self.blocked.values()), *self.heads.values()]
+        if not standing:
+            return []
+        op = standing[0]
+        path: list[Op] = []
+        while op not in path:
+            path.append(op)
+            op = self._held_up_by(op)
+        return path[path.index(op) :]
+
+    def _held_up_by(self, op: Op) -> Op:
+        """What a blocked operation waits for: where the rank stands that is to bring it."""
+        rank_of = self.schedule.rank_of
+        rank = rank_of[op]
+        if self.heads.get(rank) == op:  # a transfer whose other end is not there, or not first
+            other = peer(op)
+            other_rank = rank_of[other]
+            return self.heads[other_rank] if other in self.posted else self.blocked[other_rank][0]
+        _, needed = self.blocked[rank]
+        return self.heads[rank] if needed.kind in TRANSFERS else self.blocked[rank_of[needed]][0]
+
+    @cached_property
     def is_lowered(self) -> bool:
         return any(op.kind in TRANSFERS for op in self.ops)
 

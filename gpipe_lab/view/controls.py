@@ -10,7 +10,6 @@ import ipywidgets as widgets
 
 LABEL = {"description_width": "10.5em"}
 ROW = widgets.Layout(align_items="center", flex_flow="row wrap")
-TIME_MS = 0.1  # the step of a slider of times
 
 
 class Number:

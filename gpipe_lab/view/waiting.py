@@ -7,7 +7,6 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from ..plan.ops import COMPUTE, TRANSFERS, Op
 from ..plan.schedule import Schedule
-from ..plan.validate import waiting_cycle
 from ..plan.walk import Walk
 from .picture import Picture, Sheet
 from .style import ALARM, FAINT, INK, KINDS, PAPER, SOFT, Look, join, look
@@ -29,7 +28,7 @@ def plot_waiting(schedule: Schedule, *, title: str | None = None) -> Picture:
     circle that `validate` names. The horizontal axis is the order on each rank, not time.
     """
     walked = schedule.walked
-    circle = waiting_cycle(schedule, walked) if walked.is_stuck else []
+    circle = walked.circle
     shown = [row[:MOST_OPS] for row in schedule.ops]
     kinds = {op.kind for row in shown for op in row if op.kind in COMPUTE}
     with look():

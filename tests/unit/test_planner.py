@@ -12,12 +12,12 @@ from gpipe_lab.plan.catalogue import read
 from gpipe_lab.plan.choosing import choose, fullest_rank
 from gpipe_lab.plan.costing import Setting, lay_out
 from gpipe_lab.plan.layer_costs import Stages, cut, layers_of
-from gpipe_lab.plan.models import FP32_PLAIN
 
 SMALL = gl.Model(name="small", layers=14, hidden=64, heads=4, ffn=256, vocab=500, sequence=32, dropout=True)
 CARD = gl.Device(
     name="card", title="a card", memory_bytes=10**9, peak_tflops=1, node_gb_s=10, link_gb_s=1, per_node=4
 )
+FP32_PLAIN = gl.Precision(parameter_bytes=4, gradient_bytes=4, optimizer_bytes=0, value_bytes=4)
 
 
 def test_shapes_have_the_published_number_of_parameters():
