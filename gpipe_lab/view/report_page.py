@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
-
-from matplotlib.patches import Rectangle
+from typing import TYPE_CHECKING
 
 from ..plan.choosing import Plans
 from ..plan.costing import Plan, Setting
@@ -17,8 +14,8 @@ from ..plan.trace import PACED, Trace
 from ..plan.units import format_bytes
 from .gantt import plot_overlay, plot_trace
 from .html_page import Section, figure, page, paragraph, table
-from .picture import Picture, Sheet
-from .style import INK, SOFT, Look, look, number, size_of
+from .picture import Picture
+from .stage_costs import plot_stage_costs
 from .tables import explain_error
 
 if TYPE_CHECKING:
@@ -85,7 +82,7 @@ def report_html(found: Report) -> str:
         f"How to run this model on {found.plan.setting.num_stages} ranks",
         [
             Section("In short", _summary(found)),
-            Section("The cut", [figure(_cut_picture(found))]),
+            Section("The cut", [figure(picture) for picture in _cut_pictures(found)]),
             Section("What ran", [figure(plot_trace(found.trace, found.memory))]),
             Section(
                 "Predicted beside measured",
@@ -166,93 +163,25 @@ def _alternatives(found: Report) -> list[str]:
     return parts
 
 
-def _cut_picture(found: Report) -> Picture:
+def _cut_pictures(found: Report) -> tuple[Picture, Picture]:
+    """The layers' time, by which they are cut, and what they keep; both of one micro-batch."""
     layers = found.layers
-    time = layers["forward_ms"] + layers["backward_ms"]
-
-    def bars(values: pandas.Series) -> list[Bar]:
-        return [
-            Bar(f"stage {k}", [(found.names[i], float(values[i])) for i in span])
-            for k, span in enumerate(found.plan.spans)
-        ]
-
-    return plot_bars(
-        bars(time),
-        bars(layers["saved_bytes"]),
-        title=f"{len(found.names)} layers on {len(found.plan.spans)} stages, cut by time",
-        subtitle=f"measured on {found.device} · micro-batches of {found.plan.setting.microbatch_size} rows",
+    sizes = {"by time": [len(span) for span in found.plan.spans]}
+    cut = f"{len(found.names)} layers on {len(found.plan.spans)} stages"
+    subtitle = f"measured on {found.device} · micro-batches of {found.plan.setting.microbatch_size} rows"
+    time = plot_stage_costs(
+        sizes,
+        list(layers["forward_ms"] + layers["backward_ms"]),
+        title=f"{cut}: forward and backward of one micro-batch",
+        names=found.names,
+        subtitle=subtitle,
     )
-
-
-class Bar(NamedTuple):
-    """A stage as it is drawn: the name and, layer by layer, a value."""
-
-    name: str
-    layers: Sequence[tuple[str, float]]
-
-    @property
-    def total(self) -> float:
-        return sum(value for _, value in self.layers)
-
-
-FILLS = (Look("", "#0072B2", "white", ink="white"), Look("", "#6BAED6", "white"))  # by turns
-
-
-def plot_bars(time: Sequence[Bar], size: Sequence[Bar], *, title: str, subtitle: str) -> Picture:
-    """A cut: for every stage its layers' time (ms) above, what they keep for one micro-batch beneath."""
-    with look():
-        sheet = Sheet(
-            [0.3 * len(time) + 0.1, 0.3 * len(size) + 0.1],
-            headline=title,
-            subtitle=subtitle,
-            legends=[["forward and backward of one micro-batch (ms)"], ["saved for its backward"]],
-            legend_above=[0, 1],
-            gap=0.4,
-            right=0.9,
-            share_x=False,
-        )
-        for axes, bars, show in zip(
-            sheet.axes, (time, size), (lambda x: f"{number(x)} ms", size_of), strict=True
-        ):
-            most = max(bar.total for bar in bars) or 1.0
-            for row, bar in enumerate(bars):
-                left = 0.0
-                for index, (name, value) in enumerate(bar.layers):
-                    fill = FILLS[index % len(FILLS)]
-                    axes.add_patch(
-                        Rectangle(
-                            (left, row - 0.36),
-                            value,
-                            0.72,
-                            facecolor=fill.face,
-                            edgecolor="white",
-                            linewidth=0.8,
-                        )
-                    )
-                    if value / most * sheet.inner_points > 5.2 * len(name) + 4:
-                        axes.text(left + value / 2, row, name, ha="center", va="center", fontsize=7,
-                                  color="white" if fill.ink == "white" else INK)  # fmt: skip
-                    left += value
-                axes.annotate(
-                    show(bar.total),
-                    (left, row),
-                    xytext=(5, 0),
-                    textcoords="offset points",
-                    va="center",
-                    fontsize=8,
-                    color=SOFT,
-                    annotation_clip=False,
-                )
-            axes.set_xlim(0, most)
-            axes.set_ylim(len(bars) - 0.5, -0.5)
-            axes.set_yticks(range(len(bars)), [bar.name for bar in bars])
-            axes.set_xticks([])
-            axes.tick_params(length=0)
-            for side in axes.spines.values():
-                side.set_visible(False)
-    told = "; ".join(
-        f"{ms.name}: {len(ms.layers)} layers, {number(ms.total)} ms, {size_of(held.total)}"
-        for ms, held in zip(time, size, strict=True)
+    saved = plot_stage_costs(
+        sizes,
+        list(layers["saved_bytes"]),
+        title=f"{cut}: saved for the backward of one micro-batch",
+        unit="B",
+        names=found.names,
+        subtitle=subtitle,
     )
-    sheet.picture.alt = f"{title}. {subtitle}. For one micro-batch: {told}."
-    return sheet.picture
+    return time, saved

@@ -47,7 +47,7 @@ def test_the_page_holds_everything_and_says_where_it_comes_from(tmp_path):
     text = found.path.read_text()
     page = Page(text)
     assert page.links and all(link.startswith("data:image/png;base64,") for link in page.links)
-    assert len(page.alts) == 3 and all(len(alt) > 80 for alt in page.alts)
+    assert len(page.alts) == 4 and all(len(alt) > 80 for alt in page.alts)
     headings = ["In short", "The cut", "What ran", "Predicted beside measured", "Memory", "Alternatives"]
     assert set(headings) <= set(page.headings)
     words = " ".join(page.words)
