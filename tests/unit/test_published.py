@@ -4,7 +4,8 @@ import pytest
 
 import gpipe_lab as gl
 from gpipe_lab.plan.catalogue import read
-from gpipe_lab.plan.published import GOOD, comparisons, evaluate
+from gpipe_lab.plan.comparison import GOOD
+from gpipe_lab.plan.published import comparisons, evaluate
 
 
 @pytest.fixture(scope="module")
