@@ -109,11 +109,16 @@ def _steps(values: Sequence[float]) -> NDArray[np.float64]:
 def _mark_peak(axes: Axes, memory: MemoryReport, rank: int, until: float) -> None:
     peak = memory.peak(rank)
     axes.plot([peak.time_ms], [peak.total], marker="v", markersize=5, color=INK, zorder=6, clip_on=False)
-    left = peak.time_ms < 0.5 * until
+    _tell_peak(axes, f"peak {peak_text(memory, rank)}", (peak.time_ms, peak.total), until, gap=6)
+
+
+def _tell_peak(axes: Axes, text: str, at: tuple[float, float], until: float, *, gap: float = 0) -> None:
+    """Write beside a peak what it is, on the side of it that has more room; `gap` in points."""
+    left = at[0] < 0.5 * until
     axes.annotate(
-        f"peak {peak_text(memory, rank)}",
-        (peak.time_ms, peak.total),
-        xytext=(6 if left else -6, 3),
+        text,
+        at,
+        xytext=(gap if left else -gap, 3),
         textcoords="offset points",
         ha="left" if left else "right",
         va="bottom",
@@ -215,18 +220,7 @@ def plot_in_flight(
             axes.set_ylim(0, top * 1.6)
             axes.spines["bottom"].set_visible(True)
             at = held.index(peaks[rank])
-            left = times[at] < until / 2
-            axes.annotate(
-                f"peak {peaks[rank]}",
-                (times[at], peaks[rank]),
-                xytext=(0, 2),
-                textcoords="offset points",
-                ha="left" if left else "right",
-                va="bottom",
-                fontsize=7.5,
-                zorder=5,
-                bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 0.6, "alpha": 0.9},
-            )
+            _tell_peak(axes, f"peak {peaks[rank]}", (times[at], peaks[rank]), until)
     sheet.picture.alt = (
         f"Micro-batches in flight over simulated time. {schedule.name}, P = {len(peaks)}, "
         f"M = {schedule.num_microbatches}. Peak per rank: {', '.join(map(str, peaks))}."

@@ -150,12 +150,18 @@ print(all(torch.equal(g, by_value.gradients()[n]) for n, g in by_function.gradie
     assert error is None and text.splitlines()[-2:] == ["True True", "True"], text
 
 
-def test_restart_leaves_no_process(notebook, folder):
+def family_at_work(notebook):
+    """The kernel's processes, during a long run."""
     notebook.run(SETUP)
     notebook.start(LONG)
     time.sleep(1)
     family = notebook.family()
     assert len(family) >= 4
+    return family
+
+
+def test_restart_leaves_no_process(notebook, folder):
+    family = family_at_work(notebook)
     notebook.client.stop_channels()
     notebook.manager.restart_kernel(now=True)
     assert still_running(family, 5) == []
@@ -166,11 +172,7 @@ def test_restart_leaves_no_process(notebook, folder):
 
 
 def test_a_killed_kernel_leaves_no_process(notebook, folder):
-    notebook.run(SETUP)
-    notebook.start(LONG)
-    time.sleep(1)
-    family = notebook.family()
-    assert len(family) >= 4
+    family = family_at_work(notebook)
     os.kill(notebook.pid, signal.SIGKILL)
     assert still_running(family, 5) == []
     assert_no_file_is_left(folder)
