@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -19,13 +18,12 @@ from .runs import Phase, Runs, Tell, was_stopped
 from .scene import LAUNDRY, Wording, summary
 from .screen import Screen, Shown
 from .settings import Own, Settings, own_schedules, problem, simulated
+from .settling import Settling
 from .tables import explain_error
 
 if TYPE_CHECKING:
     import pandas
 
-SETTLE_S = 0.015  # events that arrive within this time lead to one redraw
-REST_S = 0.25  # after so long without another, what takes longer is drawn too
 START_SHARE = 0.1  # of a run's progress: its workers
 RACE = ("gpipe", "one_f_one_b", "zero_bubble_h1")
 
@@ -79,8 +77,9 @@ class Explorer:
         self._runner: Runner = LabRunner() if runner is None else runner
         self._runs = Runs(self._runner.stop, show_phase=self._show_phase, show_end=self._show_end)
         self._running = start  # the settings of the attempt
-        self._redraw_pending = False
-        self._rest: asyncio.TimerHandle | None = None
+        self._settling = Settling(
+            lambda: self._guarded(self._redraw), lambda: self._guarded(self._screen.show_rest)
+        )
         self._quiet = False
         self._seen = False
         racers = [name for name in (*race, *mine, *RACE) if name in offered]
@@ -257,23 +256,13 @@ class Explorer:
             self._runner.close()
 
     def _changed(self, _: Any) -> None:
-        if self._quiet or self._redraw_pending:
+        if self._quiet:
             return
         loop = running_loop()
         if loop is None or not from_the_browser():
             self.redraw()
-            return
-        self._redraw_pending = True
-        loop.call_later(SETTLE_S, self._redraw_pending_change)
-
-    def _redraw_pending_change(self) -> None:
-        self._redraw_pending = False
-        self._guarded(self._redraw)
-        if self._rest is not None:
-            self._rest.cancel()
-        loop = running_loop()
-        assert loop is not None, "called by the loop"
-        self._rest = loop.call_later(REST_S, self._guarded, self._screen.show_rest)
+        else:
+            self._settling.note(loop)
 
     def _guarded(self, action: Callable[[], None]) -> None:
         """Nobody waits for what the event loop calls, so its error is shown."""
