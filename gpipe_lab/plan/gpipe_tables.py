@@ -15,7 +15,7 @@ from .recompute import with_recompute
 from .schedules import gpipe
 from .simulate import Costs, simulate
 
-# GPipe §2.4: parameters, and RMSProp's two accumulators, all in fp32.
+# GPipe Table 1, its caption: 12 bytes a parameter, itself and RMSProp's two accumulators, all in fp32.
 GPIPE_PRECISION = Precision(parameter_bytes=4, gradient_bytes=0, optimizer_bytes=8, value_bytes=4)
 GPIPE_BATCH, GPIPE_MICROBATCHES = 32, 32
 
@@ -63,7 +63,7 @@ def gpipe_sizes() -> Iterator[Comparison]:
 
 
 def gpipe_transformer(layers: int) -> Model:
-    """GPipe's Transformer-L (§3 and §5: 2048 wide, 8192 in the feed-forward, 32 heads, 32k words)."""
+    """GPipe's Transformer-L (§3: 2048 wide, 8192 in the feed-forward, 32 heads, 32k words)."""
     return Model(
         name=f"Transformer-{layers}", layers=layers, hidden=2048, heads=32, ffn=8192, vocab=32000,
         sequence=1024, dropout=True,

@@ -131,7 +131,7 @@ class Model:
         """What one layer keeps for its backward on one micro-batch.
 
         In 16 bits with dropout, ffn = 4·hidden and all heads: s·b·h·(34 + 5·a·s/h), the second term without
-        fused attention only (Korthikanti et al., eq. 2).
+        fused attention only (Korthikanti et al., eq. 1).
         """
         tokens = microbatch_size * self.sequence
         values = (
