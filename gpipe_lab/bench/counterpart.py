@@ -1,4 +1,4 @@
-"""torch's own pipelining on the same layers: timed, and paced, as this engine is."""
+"""torch's own pipelining on the same layers: timed operation by operation, and paced, as this engine is."""
 
 from __future__ import annotations
 
@@ -27,7 +27,11 @@ from ..engine.streams import now_ms
 from ..lab.lab import Lab
 from ..lab.worker import RankContext
 from ..plan.ops import Kind, Op
+from ..plan.schedule import Schedule
 from ..plan.schedules import SCHEDULES
+from ..plan.trace import COMPUTE_LANE, MEASURED, PACED, Event, Trace
+
+Timed = tuple[Op, float, float]  # an operation, its start and its end, in ms
 
 TORCH_SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
@@ -44,31 +48,31 @@ class TimedTorchStage(PipelineStage):
     def __init__(self, module: nn.Module, index: int, num_stages: int, pace: Pace | None) -> None:
         super().__init__(module, index, num_stages, torch.device("cpu"))
         self.pace = pace
-        self.times: list[tuple[float, float]] = []  # start and end of each operation, in ms
+        self.times: list[Timed] = []
 
     @contextmanager
-    def _timed(self, kind: Kind) -> Iterator[None]:
+    def _timed(self, kind: Kind, microbatch: int) -> Iterator[None]:
+        op = Op(kind, self.stage_index, microbatch)
         started_ms = now_ms()
         yield
         if self.pace is not None:
-            op = Op(kind, self.stage_index, 0)
             duration_ms = self.pace.duration_ms(op, num_segments=1, rows=1, largest=1)
             time.sleep(max(0.0, started_ms + duration_ms - now_ms()) / 1000)
-        self.times.append((started_ms, now_ms()))
+        self.times.append((op, started_ms, now_ms()))
 
-    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        with self._timed(Kind.F):
-            return super().forward_one_chunk(*args, **kwargs)
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self._timed(Kind.F, fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        with self._timed(Kind.B if full_backward else Kind.I):
+        with self._timed(Kind.B if full_backward else Kind.I, bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
-    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
-        with self._timed(Kind.W):
-            super().backward_weight_one_chunk(*args, **kwargs)
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        with self._timed(Kind.W, bwd_chunk_id):
+            super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
 
 def torch_step(
@@ -79,11 +83,11 @@ def torch_step(
     x: torch.Tensor,
     repeats: int,
     pace: Pace | None = None,
-) -> list[tuple[float, float, int]]:
+) -> list[tuple[list[Timed], int]]:
     """What each step of torch's own schedule took on this rank.
 
-    (start of the first operation in ms, end of the last one in ms, peak of bytes saved for backward). Stages
-    lie on the ranks as in this package's schedule of the same name. A first step warms up, unreported.
+    (the operations in the order in which they ran, peak of bytes saved for backward). Stages lie on the ranks
+    as in this package's schedule of the same name. A first step warms up, unreported.
     """
     home = SCHEDULES[schedule](context.num_ranks, num_microbatches).stage_to_rank
     local = [
@@ -108,8 +112,8 @@ def torch_step(
             stage.times.clear()
         with ledger.saving("saved"):
             step.step(*args, target=target)
-        times = [moment for stage in local for pair in stage.times for moment in pair]
-        found.append((min(times), max(times), ledger.highest - weights))
+        times = sorted((timed for stage in local for timed in stage.times), key=lambda timed: timed[1])
+        found.append((times, ledger.highest - weights))
     return found[1:]
 
 
@@ -124,7 +128,38 @@ def theirs(
     pace: Pace | None = None,
 ) -> tuple[list[float], int]:
     """torch's makespans, from the first operation's start to the last one's end, and the highest peak."""
+    traces, peak = their_traces(lab, stages, schedule, num_microbatches, x, repeats, pace=pace)
+    return [trace.makespan_ms for trace in traces], peak
+
+
+def their_traces(
+    lab: Lab,
+    stages: list[nn.Module],
+    schedule: str,
+    num_microbatches: int,
+    x: torch.Tensor,
+    repeats: int,
+    *,
+    pace: Pace | None = None,
+) -> tuple[list[Trace], int]:
+    """torch's steps as traces, of computations only, and the highest peak of bytes saved for backward.
+
+    A trace's schedule is the order in which torch ran its operations.
+    """
     by_rank = lab.launch(torch_step, stages, schedule, num_microbatches, x, repeats, pace)
-    steps = list(zip(*by_rank, strict=True))
-    makespans = [max(end for _, end, _ in ranks) - min(start for start, _, _ in ranks) for ranks in steps]
-    return makespans, max(peak for ranks in steps for _, _, peak in ranks)
+    home = SCHEDULES[schedule](lab.num_ranks, num_microbatches).stage_to_rank
+    source = MEASURED if pace is None else PACED
+    traces, peaks = [], []
+    for ranks in zip(*by_rank, strict=True):
+        rows = [times for times, _ in ranks]
+        began_ms = min(start for row in rows for _, start, _ in row)
+        events = tuple(
+            Event(rank, COMPUTE_LANE, op, start - began_ms, end - began_ms)
+            for rank, row in enumerate(rows)
+            for op, start, end in row
+        )
+        ops = tuple(tuple(op for op, _, _ in row) for row in rows)
+        order = Schedule(f"torch's {schedule}", num_microbatches, home, ops)
+        traces.append(Trace(events, source, order, device=lab.device_plan.label))
+        peaks.append(max(peak for _, peak in ranks))
+    return traces, max(peaks)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
 import gpipe_lab as gl
 from gpipe_lab import check
+from gpipe_lab.bench import their_traces
 from gpipe_lab.course.exercises.ch09 import PORT
 from gpipe_lab.course.official import torch_listing
 
@@ -47,3 +50,13 @@ def test_torch_lists_its_schedules_without_a_process():
         gl.from_csv(torch_listing("1F1B", 2, 2))
     with pytest.raises(gl.InputError, match="one stage a rank"):
         torch_listing("GPipe", 2, 4, 2)
+
+
+def test_torch_s_run_is_a_trace_in_torch_s_order(lab_of):
+    stages = [nn.Linear(16, 16) for _ in range(2)]
+    pace = gl.Pace(forward_ms=2, backward_ms=4)
+    (trace,), peak = their_traces(lab_of(2), stages, "gpipe", 4, torch.randn(8, 16), 1, pace=pace)
+    listed = gl.from_csv(torch_listing("GPipe", 2, 4))
+    assert trace.schedule.ops == listed.ops and trace.source == "measured, paced"
+    assert trace.makespan_ms >= gl.simulate(listed, pace.costs()).makespan_ms and peak > 0
+    assert "communication and launch" in str(gl.explain_error(trace, gl.simulate(listed, pace.costs())))
