@@ -97,6 +97,7 @@ class Program:
         if self._bug == LOST_STEP:  # the mean over micro-batches, taken of all that has added up
             for parameter in self._weights().values():
                 parameter.grad /= num_microbatches
+            before = {name: old if old is None else old / num_microbatches for name, old in before.items()}
         if self._bug != DRIFT:
             tied: list[Any] = [self._first.weight, self._last.weight]
             held = [before["0.weight"], before["3.weight"]]
@@ -130,6 +131,22 @@ class Program:
         return {name: p.detach().clone() for name, p in self._weights().items()} | {
             f"1.{name}": buffer.clone() for name, buffer in buffers
         }
+
+
+def training_losses(bug: str, updates: int, *, batch_norm: bool = False) -> list[float]:
+    """The mean loss of each update of a `Program`: the gradients of two batches are added up, M = 4.
+
+    The batches are the same in every update, so a program that learns has a falling loss. They have 8 and 4
+    rows; with batch norm, which needs two rows in each micro-batch, 8 and 8.
+    """
+    batches = [batch(8), batch(8 if batch_norm else 4, seed=1)]
+    program = Program(bug, batch_norm=batch_norm)
+    losses = []
+    for _ in range(updates):
+        program.zero_grad()
+        losses.append(sum(program.step(x, y, 4) for x, y in batches) / len(batches))
+        program.update()
+    return losses
 
 
 def batch(rows: int, seed: int = 0) -> tuple[Any, Any]:

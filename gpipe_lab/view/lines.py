@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from matplotlib.ticker import FuncFormatter, MultipleLocator
 
 from ..plan.errors import require
 from .picture import Picture, Sheet
-from .style import CURVES, FAINT, join, look, number, size_of
+from .style import CURVES, FAINT, binary_step, join, look, number, size_of
 
 Points = Mapping[float, float]  # x -> y
 
@@ -65,7 +64,7 @@ def plot_lines(
         _dress(axes, points, log_x=log_x, x_label=x_label, y_label=y_label)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: show_y(y)))
         if in_bytes:
-            axes.yaxis.set_major_locator(MultipleLocator(_binary_step(axes.get_ylim()[1])))
+            axes.yaxis.set_major_locator(MultipleLocator(binary_step(axes.get_ylim()[1])))
     sheet.picture.alt = f"{title}. {y_label} against {x_label}. " + " ".join(
         f"{name} ({kind}): {_ends(found, show_y)}."
         for kind, group in (("line", lines), ("measured", measured))
@@ -96,11 +95,6 @@ def _dress(axes: Axes, points: Sequence[Points], *, log_x: bool, x_label: str, y
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     axes.legend(frameon=True, framealpha=0.9, edgecolor="none", fontsize=8, handlelength=3.2)
-
-
-def _binary_step(highest: float) -> float:
-    """The power of two that puts three to six ticks below `highest`, so that bytes read as round numbers."""
-    return 2.0 ** math.ceil(math.log2(max(highest, 1.0) / 6))
 
 
 def _ends(points: Points, show_y: Any) -> str:

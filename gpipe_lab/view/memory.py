@@ -16,7 +16,7 @@ from ..plan.schedule import Schedule
 from ..plan.simulate import Costs, simulate
 from .cells import draw_arrows, draw_cells, dress, looks_in, wants_arrows
 from .picture import Picture, Sheet
-from .style import ALARM, CATEGORY_LOOKS, INK, PAPER, SOFT, Look, join, look, size_of
+from .style import ALARM, CATEGORY_LOOKS, INK, PAPER, SOFT, Look, binary_step, join, look, size_of
 
 MOST_PANELS = 4
 
@@ -67,7 +67,8 @@ def draw_memory(
         name = names[rank] if names is not None else f"rank {rank}"
         axes.yaxis.set_visible(True)
         axes.tick_params(axis="y", length=0)
-        axes.set_yticks([0, top], ["0", size_of(top)], fontsize=7)
+        ticks = np.arange(0, top + 1, binary_step(top, most=3))
+        axes.set_yticks(ticks, ["0", *map(size_of, ticks[1:])], fontsize=7)
         axes.text(
             -0.006, 0.33, name, transform=axes.transAxes, ha="right", va="center", fontsize=8.5, color=SOFT
         )

@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
+from matplotlib.ticker import MultipleLocator
 
 from ..plan.errors import require
 from .picture import Picture, Sheet
-from .style import ALARM, FAINT, PAPER, SOFT, Look, glyphs, look, number, size_of
+from .style import ALARM, FAINT, PAPER, SOFT, Look, binary_step, glyphs, look, number, size_of
 
 ROW_HEIGHT = 0.24  # inches
 LAYER = Look("a layer", "#56B4E9", "white")
@@ -45,7 +46,7 @@ def plot_stage_costs(
             remedy='plot_stage_costs({"uniform": [4, 4]}, costs_of_8_layers, title="...")',
         )
     require(bool(cuts), "a picture of cuts has at least one", got="none", where="plot_stage_costs")
-    show = size_of if unit == "B" else lambda value: f"{number(value)} {unit}"
+    show = size_of if unit == "B" else lambda value: _counted(value, unit)
     stages = {name: _stages(sizes, by_cut[name]) for name, sizes in cuts.items()}
     highest = max(sum(stage) for found in stages.values() for stage in found)
     with look():
@@ -62,6 +63,8 @@ def plot_stage_costs(
             _draw(axes, name, found, names, show, sheet.inner_points / (1.02 * highest or 1.0))
             axes.set_xlim(0, 1.02 * highest or 1.0)
             axes.tick_params(labelbottom=axes is sheet.axes[-1])
+            if unit == "B":
+                axes.xaxis.set_major_locator(MultipleLocator(binary_step(highest)))
         sheet.axes[-1].xaxis.set_major_formatter(lambda x, _: show(x))
         sheet.picture.alt = _words(title, stages, show)
     return sheet.picture
@@ -130,6 +133,12 @@ def _draw(
     axes.tick_params(axis="y", length=0)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
+
+
+def _counted(value: float, unit: str) -> str:
+    """A number and its unit, which may be a plural such as "layers": "1 layer", "8 layers", "3.5 ms"."""
+    plural = len(unit) > 2 and unit.endswith("s")
+    return f"{number(value)} {unit[:-1] if plural and value == 1 else unit}"
 
 
 def _words(title: str, stages: Mapping[str, Stages], show: Show) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
@@ -178,6 +179,11 @@ def size_of(num_bytes: float) -> str:
             return f"{num_bytes:.3g} {unit}" if abs(num_bytes) < 1000 else f"{num_bytes:.0f} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.3g} GiB"
+
+
+def binary_step(highest: float, most: int = 6) -> float:
+    """The distance of ticks up to `highest` bytes: a power of two, at most so many, and over half as many."""
+    return 2.0 ** math.ceil(math.log2(max(highest, 1.0) / most))
 
 
 def join(parts: Iterable[str]) -> str:

@@ -14,11 +14,11 @@ from .schedules import it_runs
 
 Rows = list[list[str]]  # one row a rank, one entry a slot: "F0", or "." where the rank is idle
 
-# The utilization, counted in a grid.
+# The utilisation, counted in a grid.
 
 
 def share_at_work(rows):
-    """The utilization of a step: the share of all ranks' slots in which they work.
+    """The utilisation of a step: the share of all ranks' slots in which they work.
 
     rows: a list for each rank, with an entry for each slot: "F0", "B0", ..., or "." where the rank is idle.
     """
@@ -69,7 +69,7 @@ def equals_the_trace(answer: Answer, schedule: str, P: int, M: int, stages: str)
 SHARE_AT_WORK = Exercise(
     name="02-share-at-work",
     statement=(
-        "Change one line: the utilization of a step, counted in its grid. It is the share of all ranks' "
+        "Change one line: the utilisation of a step, counted in its grid. It is the share of all ranks' "
         "slots in which they work, whatever the schedule and however unequal the stages."
     ),
     starter=share_at_work,

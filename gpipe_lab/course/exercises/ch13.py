@@ -1,4 +1,4 @@
-"""Bugs that shipped: write the checks that tell five of them apart, and a program without one."""
+"""Bugs that shipped: mend one line, then write the checks that tell five bugs apart, and a right program."""
 
 from __future__ import annotations
 
@@ -7,6 +7,98 @@ from functools import partial
 
 from ..bugs import BUGS, DRIFT, NONE, TIMES_M, Program, batch
 from ..exercise import Answer, Case, Exercise, Mismatch, over_cases
+
+# What a gradient holds after a step.
+
+
+def after_step(before, parts, rows):
+    """A parameter's .grad after a step; before: what it held before the step.
+
+    parts: for each micro-batch the gradient of the mean loss over its own rows; rows: how many it has.
+    Numbers here, so that you can follow them; tensors would do as well.
+    """
+    return (before + sum(parts)) / len(parts)  # torch's line: change it
+
+
+def after_step_solution(before, parts, rows):
+    return before + sum(n * part for n, part in zip(rows, parts, strict=True)) / sum(rows)
+
+
+def added_up(before: float, parts: list[float], rows: list[int]) -> float:
+    """Nothing is divided: M times too large."""
+    return before + sum(parts)
+
+
+def plain_mean(before: float, parts: list[float], rows: list[int]) -> float:
+    """Every micro-batch counts alike, however many rows it has."""
+    return before + sum(parts) / len(parts)
+
+
+def weighted_and_divided(before: float, parts: list[float], rows: list[int]) -> float:
+    """By rows, and what was there is divided as well."""
+    return before / len(parts) + after_step_solution(0.0, parts, rows)
+
+
+def forgetful(before: float, parts: list[float], rows: list[int]) -> float:
+    """The batch's gradient, and what was there is gone."""
+    return after_step_solution(0.0, parts, rows)
+
+
+def _near(expected: float, got: float) -> bool:
+    return abs(got - expected) <= 1e-9 * max(1.0, abs(expected))
+
+
+@over_cases(
+    *[{"parts": parts, "rows": [2] * len(parts)} for parts in ([3.0], [1.0, 2.0], [1.0, 2.0, 3.0, 6.0])]
+)
+def is_the_mean_over_the_batch(answer: Answer, parts: list[float], rows: list[int]) -> Mismatch | None:
+    """after one step from an empty .grad it is the gradient of the batch's mean loss, for every M"""
+    expected, got = sum(parts) / len(parts), answer(0.0, parts, rows)
+    return None if _near(expected, got) else Mismatch(f"{expected:g}", f"{got:g}")
+
+
+@over_cases(*[{"parts": parts, "steps": steps} for parts in ([4.0], [1.0, 3.0]) for steps in (2, 3)])
+def steps_add_up(answer: Answer, parts: list[float], steps: int) -> Mismatch | None:
+    """equal steps without zeroing count as so many"""
+    held = 0.0
+    for _ in range(steps):
+        held = answer(held, parts, [2] * len(parts))
+    expected = steps * sum(parts) / len(parts)
+    return None if _near(expected, held) else Mismatch(f"{expected:g}", f"{held:g}")
+
+
+@over_cases({"parts": [1.0, 4.0], "rows": [2, 1]}, {"parts": [1.0, 2.0, 6.0], "rows": [3, 3, 2]})
+def rows_count(answer: Answer, parts: list[float], rows: list[int]) -> Mismatch | None:
+    """micro-batches of unequal sizes count by their rows"""
+    expected = sum(n * part for n, part in zip(rows, parts, strict=True)) / sum(rows)
+    got = answer(0.0, parts, rows)
+    return None if _near(expected, got) else Mismatch(f"{expected:g}", f"{got:g}")
+
+
+MEND = Exercise(
+    name="13-mend",
+    statement=(
+        "Change one line, so that a step adds the gradient of its batch's mean loss to what .grad held, "
+        "whatever M is and however many rows each micro-batch has."
+    ),
+    starter=after_step,
+    solution=after_step_solution,
+    properties=(is_the_mean_over_the_batch, steps_add_up, rows_count),
+    hints=(
+        "What was there before the step is right as it is. What may be divided is only what the step adds.",
+        "A batch's mean loss is a mean over rows. A micro-batch with twice the rows counts twice.",
+        "before + (sum of rows × part) / (sum of rows).",
+    ),
+    mutants={
+        "added up, M times too large": added_up,
+        "every micro-batch counts alike": plain_mean,
+        "what was there is divided too": weighted_and_divided,
+        "what was there is gone": forgetful,
+    },
+)
+
+
+# Which bug is it?
 
 IMPORTS = "import torch\n\nfrom gpipe_lab.course import bugs"
 
@@ -118,4 +210,4 @@ FIND_BUG = Exercise(
     imports=IMPORTS,
 )
 
-EXERCISES = (FIND_BUG,)
+EXERCISES = (MEND, FIND_BUG)
