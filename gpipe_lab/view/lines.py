@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, MultipleLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 
 from ..plan.errors import require
 from .picture import Picture, Sheet
@@ -87,6 +87,8 @@ def _dress(axes: Axes, points: Sequence[Points], *, log_x: bool, x_label: str, y
     if len(places) <= 16:
         axes.set_xticks(places, [f"{x:g}" for x in places])
         axes.minorticks_off()
+    elif not log_x and all(float(x).is_integer() for x in places):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylim(lowest, highest * 1.12 or 1.0)
     axes.set_xlabel(x_label, labelpad=2)
     axes.set_ylabel(y_label, fontsize=8.5)

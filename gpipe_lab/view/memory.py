@@ -59,6 +59,7 @@ def draw_memory(
 ) -> None:
     """One panel a rank, all to one scale, so that heights compare."""
     top = max([memory.peak_bytes(rank) for rank in ranks] + [memory.limit_bytes or 0, 1])
+    round_top = top - top % binary_step(top, most=8)
     for axes, rank in zip(panels, ranks, strict=True):
         _draw_stack(axes, memory, rank, categories, until)
         dress(axes, rows={}, until=until, unit=unit, last=axes is panels[-1])
@@ -67,8 +68,7 @@ def draw_memory(
         name = names[rank] if names is not None else f"rank {rank}"
         axes.yaxis.set_visible(True)
         axes.tick_params(axis="y", length=0)
-        ticks = np.arange(0, top + 1, binary_step(top, most=3))
-        axes.set_yticks(ticks, ["0", *map(size_of, ticks[1:])], fontsize=7)
+        axes.set_yticks([0, round_top], ["0", size_of(round_top)], fontsize=7)
         axes.text(
             -0.006, 0.33, name, transform=axes.transAxes, ha="right", va="center", fontsize=8.5, color=SOFT
         )
