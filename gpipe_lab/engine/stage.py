@@ -101,6 +101,7 @@ class Stage:
         self.unsplit: set[torch.Tensor] = set()  # weights that a split backward did not leave to its W
         self._products = weights_of_products(self.layers)
         self._held: dict[int, Held] = {}
+        self._has_trained = self._trains_any()
         self._anchor = torch.empty(0, requires_grad=True, device=device.torch_device)
         ledger.hold("parameters", self.layers.parameters())
         self._buffers: list[torch.Tensor] = []
@@ -199,6 +200,7 @@ class Stage:
     def begin(self, *, training: bool) -> None:
         """Start a step."""
         self._held.clear()
+        self._has_trained = self._trains_any()
         self.unsplit.clear()
         self._count_buffers()
         for module, trains in self._trains.items():
@@ -215,6 +217,10 @@ class Stage:
         self.ledger.release("buffers", self._buffer_keys)
         self._buffers = list(self.layers.buffers())
         self._buffer_keys = self.ledger.hold("buffers", self._buffers)
+
+    def _trains_any(self) -> bool:
+        """Whether a parameter here is trained: looked up once a step, since it takes a while."""
+        return any(p.requires_grad for p in self.layers.parameters())
 
     @property
     def _all(self) -> range:
@@ -280,7 +286,7 @@ class Stage:
 
         A floating-point tensor does if anything before it in the pipeline trains.
         """
-        trains = any(input_flags) or any(p.requires_grad for p in self.layers.parameters())
+        trains = self._has_trained or any(input_flags)
         return [trains and (t.is_floating_point() or t.is_complex()) for t in tensors(tree)]
 
 
