@@ -48,6 +48,7 @@ class StepJob:
     scales: tuple[float, ...] = ()
     pace: Pace | None = None
     every: int | None = None
+    posts_ahead: bool = True  # whether receives may be posted ahead of need, also while an operation is held
     profile: bool = False  # whether torch's profiler runs along
 
 
@@ -129,7 +130,7 @@ class Executor:
         mine = {op.microbatch for op in job.schedule.ops[self.rank]}
         is_agreeing = self.agreements.bring_news([signatures[m] for m in mine]) or self.agreements.is_open
         self.schedule = job.first_schedule if is_agreeing else job.schedule
-        self.posts_ahead = links.in_any_order and not is_agreeing
+        self.posts_ahead = job.posts_ahead and links.in_any_order and not is_agreeing
         self.tracer = Tracer(self.rank, self.device)
         self.mailbox = Mailbox(
             self.rank,

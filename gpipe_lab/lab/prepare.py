@@ -139,6 +139,7 @@ def plan_step(
         scales=scales,
         pace=pace,
         every=every,
+        posts_ahead=hoist > 0,
         profile=profile,
     )
     inputs_at = _by_rank(inputs_split, 0, schedule)

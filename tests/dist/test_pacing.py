@@ -77,6 +77,19 @@ def test_a_link_holds_every_message(lab_of):
         assert slowed - plain == pytest.approx(2 * 2 * 15, abs=15)
 
 
+def test_a_receive_posted_when_it_is_needed_waits_for_the_whole_delay(lab_of):
+    """However long an operation is held: nothing is posted in that time where nothing is to be posted ahead."""
+    pace = gl.Pace(forward_ms=20, backward_ms=20, link_ms=15)
+    schedule = gl.gpipe(2, 4)
+    measured, simulated = [], []
+    for hoist in (0, 2):
+        lowered = gl.lower(schedule, hoist=hoist, costs=pace.costs())
+        simulated.append(gl.simulate(lowered, pace.costs()).makespan_ms)
+        measured.append(run_paced(lab_of(2), schedule, pace, repeats=3, hoist=hoist).trace.makespan_ms)
+    assert simulated[0] - simulated[1] > 50
+    assert measured[0] - measured[1] == pytest.approx(simulated[0] - simulated[1], abs=15)
+
+
 def test_paced_shape_is_the_simulated_one(lab_of):
     """Order and waiting, not speed: the paced makespan is the simulated one plus a few per cent."""
     for make in (gl.naive, gl.gpipe, gl.one_f_one_b):
