@@ -95,10 +95,10 @@ def grade_exercise(
         why = submission.why_missing(name)
         if why:
             return Grade(learner, exercise, SYNTAX, why, path.name)
-        if f"def {name}(" not in submission.source and exercise not in submission.checked:
+        if not submission.defines(name) and exercise not in submission.checked:
             return Grade(learner, exercise, MISSING, f"no function {name}", path.name)
         began = time.monotonic()
-        verdict, detail = run_apart(submission.source, exercise, name, timeout_s)
+        verdict, detail = run_apart(submission.needed_by(name), exercise, name, timeout_s)
         return Grade(learner, exercise, verdict, detail, path.name, round(time.monotonic() - began, 1))
     return Grade(learner, exercise, MISSING, "no notebook of this chapter")
 

@@ -17,15 +17,37 @@ class Unreadable(Exception):
 
 
 @dataclass(frozen=True)
+class Definition:
+    """A statement that makes names ("*" where they are not known), and the names that it uses."""
+
+    text: str
+    makes: frozenset[str]
+    uses: frozenset[str]
+
+
+@dataclass(frozen=True)
 class Submission:
-    """`source` has every import, function, class and literal of the cells; `checked` maps exercise to answer.
+    """The imports, functions, classes and literals of the cells; `checked` maps exercise to answer.
 
     `broken` has the cells that Python cannot parse, with the reason.
     """
 
-    source: str
+    definitions: tuple[Definition, ...]
     checked: dict[str, str]
     broken: tuple[tuple[str, str], ...]
+
+    def needed_by(self, name: str) -> str:
+        """The source of `name` and of all that it reaches: an import that it never uses may take seconds."""
+        needed = {name}
+        while True:
+            kept = [d for d in self.definitions if d.makes & (needed | {"*"})]
+            reached = needed.union(*(d.uses for d in kept))
+            if reached == needed:
+                return "\n\n".join(d.text for d in kept) + "\n"
+            needed = reached
+
+    def defines(self, name: str) -> bool:
+        return any(name in definition.makes for definition in self.definitions)
 
     def why_missing(self, name: str) -> str:
         """Why there is no function `name`: "" unless a cell that would define it cannot be parsed."""
@@ -41,7 +63,7 @@ def read(path: Path) -> Submission:
         codes = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Unreadable(f"not a notebook: {type(error).__name__}: {error}") from error
-    kept: list[str] = []
+    kept: list[Definition] = []
     checked: dict[str, str] = {}
     broken: list[tuple[str, str]] = []
     for code in codes:
@@ -51,9 +73,27 @@ def read(path: Path) -> Submission:
         except (SyntaxError, ValueError) as error:
             broken.append((code, f"{type(error).__name__}: {error}"))
             continue
-        kept += [_source(code, node) for node in tree.body if _defines(node)]
+        kept += [_definition(code, node) for node in tree.body if _defines(node)]
         checked |= dict(_checks(tree))
-    return Submission("\n\n".join(kept) + "\n", checked, tuple(broken))
+    return Submission(tuple(kept), checked, tuple(broken))
+
+
+def _definition(code: str, node: ast.stmt) -> Definition:
+    names = [n for n in ast.walk(node) if isinstance(n, ast.Name)]
+    uses = frozenset(n.id for n in names if isinstance(n.ctx, ast.Load))
+    return Definition(_source(code, node), frozenset(_makes(node)), uses)
+
+
+def _makes(node: ast.stmt) -> Iterator[str]:
+    """The names that a definition makes."""
+    match node:
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+            yield node.name
+        case ast.Import() | ast.ImportFrom():
+            yield from (alias.asname or alias.name.split(".")[0] for alias in node.names)
+        case ast.Assign() | ast.AnnAssign():
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name))
 
 
 def _source(code: str, node: ast.stmt) -> str:

@@ -94,7 +94,16 @@ def _draw(
                 Rectangle((left, row + 0.12), cost, 0.76, facecolor=key.face, edgecolor=PAPER, linewidth=0.8)
             )
             if label and glyphs(label, LABEL_SIZE)[1] + 3 <= cost * points_per_unit:
-                axes.text(left + cost / 2, row + 0.5, label, ha="center", va="center", size=LABEL_SIZE)
+                axes.text(
+                    left + cost / 2,
+                    row + 0.5,
+                    label,
+                    ha="center",
+                    va="center",
+                    size=LABEL_SIZE,
+                    zorder=5,  # above the hatch, on ground of its own
+                    bbox={"facecolor": key.face, "edgecolor": "none", "pad": 1.2},
+                )
             left += cost
         if row == worst:  # hatched as well, for eyes and printers without colour
             axes.add_patch(

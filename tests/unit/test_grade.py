@@ -26,7 +26,7 @@ def {NAME}(*args):
 """
 LOUD = (
     SOLUTION.replace(f"def {NAME}", "def _right", 1)
-    + f"\n\ndef {NAME}(*args):\n    print('x' * 10_000_000)\n    return _right(*args)\n"
+    + f"\n\ndef {NAME}(*args):\n    print('x' * 1_000_000)\n    return _right(*args)\n"
 )
 
 
@@ -52,7 +52,7 @@ def test_every_learner_gets_a_verdict(tmp_path: Path) -> None:
         "exits": f"import sys\n\ndef {NAME}(*args):\n    sys.exit('enough')",
         "loud": LOUD,
         "nameless": "answer = 7",
-        "needs": f"import no_such_package\n\n{SOLUTION}",
+        "needs": f"import no_such_package as p\n\ndef {NAME}(*args):\n    return p.answer(*args)",
     }
     for learner, answer in answers.items():
         hand_in(tmp_path, learner, answer)
@@ -130,11 +130,11 @@ def test_only_definitions_are_taken_out(tmp_path: Path) -> None:
             'gl.check("00-a", f); check("00-b", g)\ngl.check("00-c", find().solution)',
         )
     )
-    assert found.source.split("\n\n") == [
+    assert [definition.text for definition in found.definitions] == [
         "import math",
         "WIDTH = 8",
         "@cache\ndef f(x):\n    # a remark\n    return x + WIDTH",
-        "g = lambda x: x\n",
+        "g = lambda x: x",
     ]
     assert found.checked == {"00-a": "f", "00-b": "g"}
     assert found.broken == ()
@@ -142,8 +142,40 @@ def test_only_definitions_are_taken_out(tmp_path: Path) -> None:
 
 def test_a_broken_cell_spoils_only_what_it_defines(tmp_path: Path) -> None:
     found = read(notebook(tmp_path, "def f(:\n    pass", "def g():\n    pass"))
-    assert "def g" in found.source and "def f" not in found.source
+    assert found.defines("g") and not found.defines("f")
     assert "SyntaxError" in found.why_missing("f") and found.why_missing("g") == ""
+
+
+def test_an_answer_comes_with_what_it_reaches_and_nothing_else(tmp_path: Path) -> None:
+    found = read(
+        notebook(
+            tmp_path,
+            "import torch\nfrom os.path import join as j, split\nimport a.b\nfrom math import *",
+            "A, B = 1, 2\nC: int = 3\nUNUSED = 4",
+            "class Base: pass\n\n\nclass Kind(Base):\n    value = C",
+            "def helper(x=B):\n    return j(x) + twice(x)",
+            "def twice(x):\n    return x + a.b.c(Kind)",
+            "def f(x):\n    return helper(x)\n\n\ndef g(x):\n    return torch.sum(x)",
+        )
+    )
+    needed = found.needed_by("f")
+    for kept in (
+        "os.path",
+        "import a.b",
+        "math import *",
+        "A, B",
+        "C: int",
+        "Base",
+        "Kind",
+        "helper",
+        "twice",
+        "def f",
+    ):
+        assert kept in needed
+    for dropped in ("torch", "UNUSED", "def g"):
+        assert dropped not in needed
+    assert "torch" in found.needed_by("g") and "helper" not in found.needed_by("g")
+    assert found.needed_by("nobody") == "from math import *\n"
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"cells": [{}]}', "\x00"])
