@@ -22,12 +22,16 @@ VALID, INVALID, USAGE = 0, 1, 2  # exit codes
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0 for a schedule that can run, 1 for one that cannot, 2 where nothing was found to look at."""
+    """0 for a schedule that can run, 1 for one that cannot, 2 where nothing was found to look at,
+    or no folder to write into."""
     parser = _parser()
     given = parser.parse_args(arguments)
     if given.source not in SCHEDULES and not Path(given.source).is_file():
         names = ", ".join(SCHEDULES)
         print(f"no file {given.source!r}, and no schedule of that name: there are {names}", file=sys.stderr)
+        return USAGE
+    if given.out and not given.out.parent.is_dir():
+        print(f"no folder {str(given.out.parent)!r} to write {given.out.name} into", file=sys.stderr)
         return USAGE
     try:
         schedule = _schedule(given.source, given.numbers)
@@ -80,7 +84,7 @@ def _in_words(schedule: Schedule, costs: Costs) -> str:
     peaks = " ".join(map(str, peak_in_flight(schedule)))
     return "\n".join(
         [
-            f"{schedule.name}, P = {schedule.num_stages}, M = {schedule.num_microbatches}",
+            f"{schedule.name}, {_ranks(schedule)}, M = {schedule.num_microbatches}",
             schedule.grid(),
             f"key: {_key(schedule)}",
             f"simulated: makespan {trace.makespan_ms:g} ms, bubble {trace.bubble_fraction:.1%}",
@@ -88,6 +92,12 @@ def _in_words(schedule: Schedule, costs: Costs) -> str:
             "verdict: can run; every operation once, every dependency ahead of its use, no circle of waiting",
         ]
     )
+
+
+def _ranks(schedule: Schedule) -> str:
+    """P, and the stages where ranks hold several: a schedule asked for by P is answered with that P."""
+    stages = "" if schedule.has_one_stage_a_rank else f" ({schedule.num_stages} stages)"
+    return f"P = {schedule.num_ranks}{stages}"
 
 
 def _key(schedule: Schedule) -> str:

@@ -171,6 +171,9 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if not given.folder.is_dir():
         parser.error(f"no folder {given.folder}")
+    known = sorted({exercise.chapter for exercise in all_exercises().values()})
+    if unknown := sorted(set(given.chapters) - set(known)):
+        parser.error(f"no exercises in chapter {', '.join(unknown)}: there are {', '.join(known)}")
     grades = grade_folder(given.folder, chapters=given.chapters, timeout_s=given.timeout, num_jobs=given.jobs)
     counts = write_csv(grades, given.out)
     print(", ".join(f"{number} {verdict}" for verdict, number in counts.most_common()), "in", given.out)

@@ -41,8 +41,10 @@ class Prediction:
         beside = f"{said} {self._with_unit(self.value)}, {what}: {self._with_unit(found)}"
         if found == 0 or math.isclose(self.value, found, rel_tol=0.005):
             return beside
-        ratio = self.value / found - 1
-        return f"{beside} ({abs(ratio):.0%} too {'high' if ratio > 0 else 'low'})"
+        side = "too high" if self.value > found else "too low"
+        if self.value / found < 0:  # a share of a number of the other sign says nothing
+            return f"{beside} ({side})"
+        return f"{beside} ({abs(self.value / found - 1):.0%} {side})"
 
     def __repr__(self) -> str:
         source = " (default)" if self.is_default else ""

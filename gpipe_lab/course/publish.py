@@ -33,7 +33,6 @@ def execute(path: Path, *, timeout_s: int = 600) -> float:
         timeout=timeout_s,
         kernel_name=KERNEL["name"],
         record_timing=True,
-        coalesce_streams=True,
         resources={"metadata": {"path": str(path.parent)}},
     )
     began = time.monotonic()
@@ -71,7 +70,22 @@ def clean(notebook: Any) -> None:
         cell.metadata.pop("execution", None)
         if cell.cell_type == "code":
             # A widget without its state is a line of text that says nothing; its static twin stays.
-            cell.outputs = [out for out in cell.outputs if WIDGET_VIEW not in out.get("data", {})]
+            cell.outputs = joined([out for out in cell.outputs if WIDGET_VIEW not in out.get("data", {})])
+
+
+def joined(outputs: list[Any]) -> list[Any]:
+    """The outputs with neighbouring pieces of one stream in one piece.
+
+    A kernel cuts a stream wherever its clock says so. What is printed between two tables stays between them.
+    """
+    found: list[Any] = []
+    for output in outputs:
+        is_more = found and output["output_type"] == found[-1]["output_type"] == "stream"
+        if is_more and output["name"] == found[-1]["name"]:
+            found[-1]["text"] += output["text"]
+        else:
+            found.append(output)
+    return found
 
 
 def main(paths: list[str]) -> None:

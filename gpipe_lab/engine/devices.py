@@ -39,7 +39,11 @@ def plan_devices(num_ranks: int, device: str = "auto") -> DevicePlan:
     Raises `InputError` for an unknown `device`, or "cuda" where there is no GPU.
     """
     require(
-        device in DEVICES, f"device is one of {', '.join(DEVICES)}", got=f"device={device!r}", where="Lab"
+        device in DEVICES,
+        f"device is one of {', '.join(DEVICES)}",
+        got=f"device={device!r}",
+        where="Lab",
+        remedy='device="auto"',
     )
     gpus = 0 if device == "cpu" else num_gpus()
     require(

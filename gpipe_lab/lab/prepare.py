@@ -181,6 +181,7 @@ def _targets(
         "targets have as many rows as inputs",
         got=f"{batch_size(targets)} rows of targets for {rows} of inputs",
         where="targets",
+        remedy="one row of targets for each row of inputs",
     )
     parts = split(targets, len(sizes))
     return parts, tuple(loss.scales(parts, sizes))

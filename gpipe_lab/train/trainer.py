@@ -176,6 +176,8 @@ class Trainer:
         """What is about to run, in one line."""
         schedule = self.schedule
         start = f"resumed after step {first}" if first else "from the start"
+        if first >= self.config.training.num_steps:
+            start += f", the last of {self.config.training.num_steps}: nothing is left to train"
         return (
             f"{schedule.name}: P = {schedule.ranks_per_replica}, M = {schedule.microbatches_per_replica}, "
             f"replicas = {schedule.num_replicas}, {sum(self.layers_per_stage)} layers, "

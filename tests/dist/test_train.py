@@ -134,6 +134,7 @@ def test_one_process_stopped_and_started_again(undisturbed, tmp_path):
     found, weights = undisturbed
     assert losses(printed + again) == found  # bitwise, at another number of stages
     assert same(gl.load_weights(folder), weights)
+    assert f"the last of {NUM_STEPS}: nothing is left to train" in train(config)
 
 
 def test_replicas_of_pipelines(undisturbed, tmp_path):

@@ -301,6 +301,7 @@ def test_a_prediction_serves_its_default_without_blocking(capsys: pytest.Capture
     assert capsys.readouterr().out == "How long do ten loads take? Your prediction: 900 min (default)\n"
     assert guess.versus(360) == "the default was 900 min, measured: 360 min (150% too high)"
     assert guess.versus(900.1, "simulated") == "the default was 900 min, simulated: 900.1 min"
+    assert guess.versus(-1) == "the default was 900 min, measured: -1 min (too high)"
 
 
 def test_a_typed_number_outlives_a_second_run_of_the_cell() -> None:
@@ -420,6 +421,16 @@ def test_importing_the_course_is_light() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_what_is_printed_between_two_tables_stays_there_and_pieces_of_one_stream_are_joined() -> None:
+    nbformat = pytest.importorskip("nbformat")
+    said = [nbformat.v4.new_output("stream", text=text) for text in ("one\n", "t", "wo\n")]
+    table = nbformat.v4.new_output("display_data", data={"text/plain": "table"})
+    cell = nbformat.v4.new_code_cell("1", outputs=[said[0], table, *said[1:], table])
+    clean(nbformat.v4.new_notebook(cells=[cell]))
+    told = [output.get("text") or output["data"]["text/plain"] for output in cell.outputs]
+    assert told == ["one\n", "table", "two\n", "table"]
 
 
 def test_published_notebooks_lose_what_changes_from_run_to_run() -> None:

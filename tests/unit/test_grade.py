@@ -184,3 +184,10 @@ def test_what_is_no_notebook_says_so(tmp_path: Path, content: str) -> None:
     path.write_text(content)
     with pytest.raises(Unreadable):
         read(path)
+
+
+def test_a_chapter_that_does_not_exist_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([str(tmp_path), "-o", str(tmp_path / "grades.csv"), "--chapters", "03", "77"])
+    assert "no exercises in chapter 77: there are 00, 01" in capsys.readouterr().err
+    assert not (tmp_path / "grades.csv").exists()

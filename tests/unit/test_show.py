@@ -65,6 +65,17 @@ def test_numbers_that_do_not_fit(numbers: list[str], capsys: pytest.CaptureFixtu
     assert "rule:" in capsys.readouterr().out
 
 
+def test_p_counts_ranks_where_a_rank_holds_several_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "zero_bubble_v", "3", "8"]) == VALID
+    assert capsys.readouterr().out.startswith("zero_bubble_v, P = 3 (6 stages), M = 8\n")
+
+
+def test_no_folder_to_write_into(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "gpipe", "2", "2", "--svg", "-o", str(tmp_path / "none" / "a.svg")]) == USAGE
+    said = capsys.readouterr()
+    assert "no folder" in said.err and said.out == ""
+
+
 def test_nothing_to_look_at(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "no_such.csv"]) == USAGE
     assert "no_such.csv" in capsys.readouterr().err

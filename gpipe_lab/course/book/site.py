@@ -21,7 +21,7 @@ ALT = (
 )
 INTRODUCTION = f"""# gpipe_lab
 
-An interactive course on GPipe pipeline parallelism in which every figure is a real run. These pages show the
+An interactive course on GPipe pipeline parallelism in which what is claimed is run. These pages show the
 chapters as they were last executed. To move the sliders and to be graded, open the notebooks: `make lab`.
 
 ![{ALT}](../data/runs/gpipe_p4_m8.png)
