@@ -64,6 +64,17 @@ class Plans:
         )
         return self.ranked[0]
 
+    def __str__(self) -> str:
+        told = [f"{self.num_fitting} of {self.num_fitting + len(self.rejected)} settings fit; the fastest:"]
+        told += map(str, self.ranked)
+        if not self.ranked:
+            told = [f"none of {len(self.rejected)} settings fits"]
+            if self.least is not None:
+                told.append(f"least, {format_bytes(self.least.peak_bytes or 0)}: {self.least.setting}")
+        return "\n".join([*told, "all of them, and why not: .frame()"])
+
+    __repr__ = __str__
+
     def frame(self) -> pandas.DataFrame:
         """One row a setting: those that fit by rank, then the rejected with their reason."""
         import pandas

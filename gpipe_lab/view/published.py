@@ -43,6 +43,9 @@ class Published:
     def plot(self) -> Picture:
         return plot_published(self.rows)
 
+    def __repr__(self) -> str:
+        return f"{self.plot().alt}\nEvery value, and why one is missed: .frame()"
+
     def _ipython_display_(self) -> None:
         from IPython.display import HTML, display
 

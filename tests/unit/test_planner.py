@@ -211,6 +211,9 @@ def test_measured_layers_are_planned_like_worked_out_ones():
     assert [out.reason for out in found.rejected] == ["16 layers are too few for 40 stages"]
     assert found.best.setting.num_stages == 4
     assert found.best.frame().shape[0] == 4
+    first, fastest, *_, last = repr(found).splitlines()
+    assert first == "3 of 4 settings fit; the fastest:" and fastest.startswith("P = 4, ")
+    assert last.endswith(".frame()")
 
 
 def test_facts_say_where_they_come_from():

@@ -95,6 +95,7 @@ def test_one_call_gives_the_table_and_the_picture(rows):
     picture = found.plot()
     assert "within 5" in picture.alt and "cannot be predicted" in picture.alt
     assert len(picture.png()) > 10_000
+    assert repr(gl.published()).startswith("Predicted over published: ")
 
 
 def test_zero_bubble_s_shapes_have_the_parameters_of_their_names():
