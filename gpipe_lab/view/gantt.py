@@ -58,6 +58,13 @@ def plot_trace(
     `path` (`critical_path(trace)`) is boxed from rank to rank; `at_ms` is a moment, marked by a line through
     the chart and the memory.
     """
+    require(
+        isinstance(trace, Trace),
+        "what is drawn is a trace, simulated or measured",
+        got=type(trace).__name__,
+        where="plot_trace",
+        remedy="run.trace, gl.simulate(schedule), or gl.plot_schedule(schedule)",
+    )
     shown = chosen_ranks(memory, memory_ranks) if memory is not None else ()
     categories = categories_in(memory, shown) if memory is not None else ()
     names = row_names or [f"rank {rank}" for rank in range(trace.num_ranks)]

@@ -430,3 +430,9 @@ def test_a_backward_that_was_not_split_is_said():
     assert "not split" not in words
     words = alt_text(plot_trace(replace(trace, unsplit=((1, "2.weight"),))))
     assert "not split: stage 1" in words and "2.weight" in words
+
+
+def test_a_schedule_in_the_place_of_its_trace_is_refused_with_what_draws_it():
+    with pytest.raises(gl.InputError, match="a trace, simulated or measured") as caught:
+        gl.plot_trace(gl.gpipe(2, 2))
+    assert "gl.plot_schedule(schedule)" in caught.value.remedy
