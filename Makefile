@@ -15,11 +15,11 @@ JUPYTER_FLAGS ?= $(if $(filter 0,$(shell id -u)),--allow-root)
 lab: $(READY)
 	$(BIN)/jupyter lab notebooks/00_*.ipynb $(JUPYTER_FLAGS)
 
-# What measures time or looks at processes runs alone; the rest, and the chapters, two at a time.
+# What measures time or looks at processes runs alone; the rest runs two at a time, chapters, which often wait, three.
 test: $(READY)
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not alone" tests
 	$(BIN)/python -m pytest -q -m "alone and not slow" tests
-	$(BIN)/python -m pytest -q -n 2 --nbmake --nbmake-timeout=300 notebooks
+	$(BIN)/python -m pytest -q -n 3 --maxschedchunk 1 --nbmake --nbmake-timeout=300 notebooks
 
 slow: $(READY)
 	$(BIN)/python -m pytest -q -m slow
