@@ -61,7 +61,8 @@ class _Gathered:
         layer.momentum = self.momentum
         layer.num_batches_tracked.copy_(self.num_batches)
         for sums in self.uses:
-            self._move(sums)
+            if sums.count.item():  # an input without rows moves nothing
+                self._move(sums)
 
     def _move(self, sums: _Sums) -> None:
         layer = self.layer
