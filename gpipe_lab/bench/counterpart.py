@@ -117,21 +117,6 @@ def torch_step(
     return found[1:]
 
 
-def theirs(
-    lab: Lab,
-    stages: list[nn.Module],
-    schedule: str,
-    num_microbatches: int,
-    x: torch.Tensor,
-    repeats: int,
-    *,
-    pace: Pace | None = None,
-) -> tuple[list[float], int]:
-    """torch's makespans, from the first operation's start to the last one's end, and the highest peak."""
-    traces, peak = their_traces(lab, stages, schedule, num_microbatches, x, repeats, pace=pace)
-    return [trace.makespan_ms for trace in traces], peak
-
-
 def their_traces(
     lab: Lab,
     stages: list[nn.Module],

@@ -16,7 +16,7 @@ from ..lab.worker import RankContext
 from ..plan.schedule import Schedule
 from ..plan.schedules import SCHEDULES, gpipe, one_f_one_b
 from ..plan.simulate import Costs, replay, simulate
-from .counterpart import TORCH_SCHEDULES, theirs
+from .counterpart import TORCH_SCHEDULES, their_traces
 from .record import OURS, PACED, TORCH, Figure, figure
 
 WIDTH = 16
@@ -44,8 +44,8 @@ def paced(
             run = lab.run(schedule, plain, x, x, loss_fn=F.mse_loss, pace=pace)
             mine.append(run.trace.makespan_ms / ideal)
             if name in TORCH_SCHEDULES:
-                (makespan,), _ = theirs(lab, plain, name, num_microbatches, x, 1, pace=pace)
-                torchs.append(makespan / ideal)
+                (trace,), _ = their_traces(lab, plain, name, num_microbatches, x, 1, pace=pace)
+                torchs.append(trace.makespan_ms / ideal)
         yield figure(f"{what}, {name}", OURS + PACED, mine, "ratio")
         if torchs:
             yield figure(f"{what}, {name}", TORCH + PACED, torchs, "ratio")
@@ -71,8 +71,8 @@ def real(lab: Lab, repeats: int, *, width: int = 1024, num_microbatches: int = 8
             run = lab.run(schedule, layers, x, x, loss_fn=F.mse_loss, repeats=3)
             runs.append(run)
             mine.append(one / min(run.makespans_ms))
-            makespans, peak = theirs(lab, stages, name, num_microbatches, x, 3)
-            torchs.append(one / min(makespans))
+            traces, peak = their_traces(lab, stages, name, num_microbatches, x, 3)
+            torchs.append(one / min(trace.makespan_ms for trace in traces))
         what = f"real compute, P=2 M={num_microbatches}, {name}"
         yield figure(f"{what}: speed-up over one process", OURS, mine, "x")
         yield figure(f"{what}: speed-up over one process", TORCH, torchs, "x")
@@ -105,7 +105,8 @@ def overhead(lab: Lab, repeats: int) -> Iterator[Figure]:
     found: dict[str, list[float]] = {OURS: [], TORCH: [], "plain torch": []}
     for _ in range(repeats):  # in turns; of three steps the quickest, for on most something else gets in
         run = lab.run(gpipe(1, 32), layer, x, x, loss_fn=F.mse_loss, repeats=3)
-        pipelining, _ = theirs(lab, layer, "gpipe", 32, x, 3)
+        traces, _ = their_traces(lab, layer, "gpipe", 32, x, 3)
+        pipelining = [trace.makespan_ms for trace in traces]
         plain = lab.launch(_plain_steps, layer[0], x, 32, 3)[0]
         for engine, makespans in zip(found, (run.makespans_ms, pipelining, plain), strict=True):
             found[engine].append(1000 * min(makespans) / 64)
