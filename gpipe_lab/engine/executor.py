@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Any
 
 import torch
@@ -15,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..plan.memory import MemoryRow
 from ..plan.ops import COMPUTE, RECEIVES, SENDS, Kind, Op
-from ..plan.schedule import Schedule, send_of
+from ..plan.schedule import Schedule, dependencies, send_of
 from ..plan.trace import COMPUTE_LANE, Event
 from .gradients import GradientBook
 from .ledger import Ledger
@@ -27,6 +25,8 @@ from .streams import Device, now_ms
 from .torch_profile import label
 from .tracer import Tracer
 from .tree import Tree, map_tensors, tensors
+
+Handler = Callable[[Op], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,45 +92,21 @@ class Executor:
         self.gradients = gradients
         self.loss_fn = loss_fn
         self.agreements = Agreements()
-        self.handlers: dict[Kind, Callable[[Op], None]] = {
-            Kind.F: self._forward,
-            Kind.R: self._recompute,
-            Kind.B: self._backward,
-            Kind.I: self._backward,
-            Kind.W: self._backward_weight,
-        }
 
-    def run(self, job: StepJob, links: Links) -> RankResult:
-        """One step over `links`. Gradients accumulate, and their sums are still to be finished."""
-        self._begin(job, links)
-        for index, op in enumerate(self.schedule.ops[self.rank]):
-            self.board.mark(op)
-            self.ledger.doing = op
-            if op.kind in COMPUTE:
-                self._compute(op, index)
-            elif op.kind in SENDS:
-                with self._named(op):
-                    self.mailbox.send(op)
-            elif op.kind in RECEIVES and not self.mailbox.expects(op):
-                with self._named(op):
-                    self.mailbox.post(op)
-        self.board.mark(op, waits=True)
-        self.mailbox.settle(wait=True)
-        self.board.clear()
-        self.result.bytes_sent = self.mailbox.bytes_sent
-        self.result.losses = {m: loss.item() for m, loss in self.losses.items()}
-        self.result.events = self.tracer.events()
-        stamps = [stamp for _, stamp, *_ in self.ledger.rows]
-        self.result.memory = self.ledger.memory_rows(self.device.times(stamps))
-        return self.result
-
-    def _begin(self, job: StepJob, links: Links) -> None:
+    def prepare(self, job: StepJob, links: Links) -> None:
+        """Work out what a step over `links` needs, ahead of its start, which does not wait for it then."""
         self.job = job
         signatures = [f"{signature} {job.step.gradients}" for signature in job.signatures]
-        mine = {op.microbatch for op in job.schedule.ops[self.rank]}
-        is_agreeing = self.agreements.bring_news([signatures[m] for m in mine]) or self.agreements.is_open
+        microbatches = {op.microbatch for op in job.schedule.ops[self.rank]}
+        is_agreeing = (
+            self.agreements.bring_news([signatures[m] for m in microbatches]) or self.agreements.is_open
+        )
         self.schedule = job.first_schedule if is_agreeing else job.schedule
-        self.posts_ahead = job.posts_ahead and links.in_any_order and not is_agreeing
+        mine = self.schedule.ops[self.rank]
+        self.needs = {op: dependencies(op, self.schedule) for op in mine if op.kind in COMPUTE}
+        posts_ahead = job.pace is not None and job.posts_ahead and links.in_any_order and not is_agreeing
+        self.ahead = receives_after(mine) if posts_ahead else {}
+        self.durations_ms = {op: self._duration_ms(op, job.pace) for op in self.needs} if job.pace else {}
         self.tracer = Tracer(self.rank, self.device)
         self.mailbox = Mailbox(
             self.rank,
@@ -142,36 +118,61 @@ class Executor:
             tracer=self.tracer,
             board=self.board,
         )
+        named = _named if job.profile else _as_it_is
+        self.send, self.post = named(self.mailbox.send), named(self.mailbox.post)
+        self.handlers: dict[Kind, Handler] = {
+            Kind.F: named(self._forward),
+            Kind.R: named(self._recompute),
+            Kind.B: named(self._backward),
+            Kind.I: named(self._backward),
+            Kind.W: named(self._backward_weight),
+        }
         self.result = RankResult(self.rank)
         self.losses: dict[int, torch.Tensor] = {}  # read off at the end, so that a GPU is not waited for
         self.values: dict[Op, Value] = {}  # by the operation that made or received them
         for stage in self.stages.values():
             stage.begin(training=job.step.training)
+
+    def run(self) -> RankResult:
+        """The step that was prepared. Gradients accumulate, and their sums are still to be finished."""
         self.device.begin_step()
         self.ledger.begin(self.device.stamp())
+        for index, op in enumerate(self.schedule.ops[self.rank]):
+            self.board.mark(op)
+            self.ledger.doing = op
+            if op.kind in COMPUTE:
+                self._compute(op, index)
+            elif op.kind in SENDS:
+                self.send(op)
+            elif op.kind in RECEIVES and not self.mailbox.expects(op):
+                self.post(op)
+        self.board.mark(op, waits=True)
+        self.mailbox.settle(wait=True)
+        self.board.clear()
+        self.result.bytes_sent = self.mailbox.bytes_sent
+        self.result.losses = {m: loss.item() for m, loss in self.losses.items()}
+        self.result.events = self.tracer.events()
+        stamps = [stamp for _, stamp, *_ in self.ledger.rows]
+        self.result.memory = self.ledger.memory_rows(self.device.times(stamps))
+        return self.result
 
     def _compute(self, op: Op, index: int) -> None:
-        for needed in self.schedule.needs[op]:
+        for needed in self.needs[op]:
             if self.mailbox.expects(needed):
                 self.values[needed] = self.mailbox.fetch(needed)
                 self.board.mark(op)
         start, started_ms = self.device.stamp(), now_ms()
         self.ledger.start(op, index, start)
-        with self._named(op):
-            if self.job.pace is None:
-                self.handlers[op.kind](op)
-                self.mailbox.settle()
-            else:
-                self._paced(op, index, self.job.pace, started_ms)
+        if self.job.pace is None:
+            self.handlers[op.kind](op)
+            self.mailbox.settle()
+        else:
+            self._paced(op, self.job.pace, started_ms)
         end = self.device.stamp()
         self.ledger.snapshot(end)
         self.tracer.add(COMPUTE_LANE, op, start, end)
 
-    def _named(self, op: Op) -> AbstractContextManager:
-        """The operation's name in torch's profile, where one is made: a name costs a little."""
-        return record_function(label(op)) if self.job.profile else nullcontext()
-
-    def _paced(self, op: Op, index: int, pace: Pace, started_ms: float) -> None:
+    def _paced(self, op: Op, pace: Pace, started_ms: float) -> None:
         """Run `op`, then hold it until its time, counted from its own start, is over.
 
         The time is used to post the receives that come next, where links leave the order to tags.
@@ -182,22 +183,23 @@ class Executor:
             duration_ms = counter.get_total_flops() / pace.flops_per_ms
         else:
             self.handlers[op.kind](op)
-            segments = 1 + self.schedule.last_segment.get((op.stage, op.microbatch), 0)
-            rows = self.job.sizes[op.microbatch]
-            duration_ms = pace.duration_ms(op, num_segments=segments, rows=rows, largest=max(self.job.sizes))
+            duration_ms = self.durations_ms[op]
         self.device.finish()
         self.mailbox.settle()
-        if self.posts_ahead:
-            following = self.schedule.ops[self.rank][index + 1 :]
-            for transfer in takewhile(lambda later: later.kind not in COMPUTE, following):
-                if transfer.kind in RECEIVES:
-                    self.mailbox.post(transfer)
+        for receive in self.ahead.get(op, ()):
+            self.mailbox.post(receive)
         left_ms = started_ms + duration_ms - now_ms()
         self.result.overran += left_ms < 0
         time.sleep(max(0.0, left_ms) / 1000.0)
 
+    def _duration_ms(self, op: Op, pace: Pace) -> float:
+        """How long `op` lasts by `pace`, unless that goes by FLOPs."""
+        segments = 1 + self.schedule.last_segment.get((op.stage, op.microbatch), 0)
+        sizes = self.job.sizes
+        return pace.duration_ms(op, num_segments=segments, rows=sizes[op.microbatch], largest=max(sizes))
+
     def _forward(self, op: Op) -> None:
-        entering = self._first_input(op) if op.stage == 0 else self.values.pop(self.schedule.needs[op][0])
+        entering = self._first_input(op) if op.stage == 0 else self.values.pop(self.needs[op][0])
         output = self.stages[op.stage].forward(
             op.microbatch,
             entering.tree,
@@ -248,7 +250,7 @@ class Executor:
 
     def _arriving_gradients(self, op: Op) -> Value | None:
         """The gradients of a stage's output; None at the last stage, or where nothing needs one."""
-        sources = [n for n in self.schedule.needs[op] if n.kind is Kind.RECV_B or n.stage > op.stage]
+        sources = [n for n in self.needs[op] if n.kind is Kind.RECV_B or n.stage > op.stage]
         return self.values.pop(sources[0], None) if sources else None
 
     def _first_input(self, op: Op) -> Value:
@@ -268,6 +270,31 @@ class Executor:
             return None
         count = 1 + self.schedule.last_segment.get((op.stage, op.microbatch), 0)
         return segment_layers(len(self.stages[op.stage].layers), count, self.job.every)
+
+
+def receives_after(ops: Sequence[Op]) -> dict[Op, list[Op]]:
+    """By computation, the receives between it and the next."""
+    found: dict[Op, list[Op]] = {}
+    for op in ops:
+        if op.kind in COMPUTE:
+            following = found[op] = []
+        elif op.kind in RECEIVES and found:
+            following.append(op)
+    return found
+
+
+def _named(handler: Handler) -> Handler:
+    """The same, each operation under its name in torch's profile."""
+
+    def handle(op: Op) -> None:
+        with record_function(label(op)):
+            handler(op)
+
+    return handle
+
+
+def _as_it_is(handler: Handler) -> Handler:
+    return handler
 
 
 def segment_layers(num_layers: int, num_segments: int, every: int | None = None) -> list[range]:

@@ -64,50 +64,54 @@ class Ledger:
     def hold(self, category: str, tensors: Iterable[torch.Tensor]) -> list[int]:
         """Count the storages of `tensors`; returns what `release` is to be given."""
         index = _INDEX[category]
-        keys = []
-        with self._lock:
-            for tensor in tensors:
-                storage = tensor.untyped_storage()
-                size = storage.nbytes()
-                if size:
-                    key = storage.data_ptr()
-                    self._hold(index, key, size)
-                    keys.append(key)
-            if self.total > self._highest:
-                self._high, self._highest = tuple(self._totals), self.total
-        if self.limit_bytes is not None and self.total > self.limit_bytes:
-            raise OutOfMemory(self._over_limit())
+        keys = [key for tensor in tensors if (key := self._hold(index, tensor.untyped_storage()))]
+        self._note_peak()
         return keys
 
     def release(self, category: str, keys: Iterable[int]) -> None:
         index = _INDEX[category]
-        with self._lock:
-            for key in keys:
-                self._release(index, key)
+        for key in keys:
+            self._release(index, key)
 
-    def _hold(self, index: int, key: int, size: int) -> None:
-        storage = self._storages.get(key)
-        if storage is None:
-            storage = self._storages[key] = _Storage(size, index)
-            self.total += size
-            self._totals[index] += size
-        storage.counts[index] = storage.counts.get(index, 0) + 1
-        if index < storage.first:
-            self._move(storage, index)
+    def _hold(self, index: int, memory: torch.UntypedStorage) -> int:
+        """Count one storage; its key, or 0 where it has no bytes."""
+        size = memory.nbytes()
+        if not size:
+            return 0
+        key = memory.data_ptr()
+        with self._lock:
+            storage = self._storages.get(key)
+            if storage is None:
+                storage = self._storages[key] = _Storage(size, index)
+                self.total += size
+                self._totals[index] += size
+            storage.counts[index] = storage.counts.get(index, 0) + 1
+            if index < storage.first:
+                self._move(storage, index)
+        return key
+
+    def _note_peak(self) -> None:
+        """After a hold: whether this is the most so far, or more than may be."""
+        if self.total > self._highest:
+            with self._lock:
+                self._high, self._highest = tuple(self._totals), self.total
+        if self.limit_bytes is not None and self.total > self.limit_bytes:
+            raise OutOfMemory(self._over_limit())
 
     def _release(self, index: int, key: int) -> None:
-        storage = self._storages[key]
-        counts = storage.counts
-        counts[index] -= 1
-        if counts[index]:
-            return
-        del counts[index]
-        if not counts:
-            del self._storages[key]
-            self.total -= storage.size
-            self._totals[index] -= storage.size
-        elif index == storage.first:
-            self._move(storage, min(counts))
+        with self._lock:
+            storage = self._storages[key]
+            counts = storage.counts
+            counts[index] -= 1
+            if counts[index]:
+                return
+            del counts[index]
+            if not counts:
+                del self._storages[key]
+                self.total -= storage.size
+                self._totals[index] -= storage.size
+            elif index == storage.first:
+                self._move(storage, min(counts))
 
     def _move(self, storage: _Storage, to: int) -> None:
         self._totals[storage.first] -= storage.size
@@ -159,8 +163,10 @@ class Ledger:
     def saving(self, category: str) -> torch.autograd.graph.saved_tensors_hooks:
         """A context in which every tensor that autograd saves is counted in `category` until it is freed."""
 
+        index = _INDEX[category]
+
         def pack(tensor: torch.Tensor) -> _Saved:
-            return _Saved(self, category, tensor)
+            return _Saved(self, index, tensor)
 
         return torch.autograd.graph.saved_tensors_hooks(pack, _Saved.unpack)
 
@@ -168,25 +174,31 @@ class Ledger:
 class _Saved:
     """A tensor saved for backward. Packed detached, or the graph would hold itself in a circle."""
 
-    __slots__ = ("_category", "_keys", "_ledger", "_tensor", "_version")
+    __slots__ = ("_index", "_key", "_ledger", "_tensor", "_version")
 
-    def __init__(self, ledger: Ledger, category: str, tensor: torch.Tensor) -> None:
+    def __init__(self, ledger: Ledger, index: int, tensor: torch.Tensor) -> None:
+        self._key = 0  # nothing to release, should the next lines fail
         self._tensor = tensor.detach()
         self._version = tensor._version
         self._ledger = ledger
-        self._category = category
-        self._keys: list[int] = []
-        self._keys = ledger.hold(category, [self._tensor])
+        self._index = index
+        self._key = ledger._hold(index, tensor.untyped_storage())
+        ledger._note_peak()
 
     def unpack(self) -> torch.Tensor:
-        if self._tensor._version != self._version:  # torch checks this only where there are no hooks
-            raise RuntimeError(
-                "a tensor that the backward needs was modified in place after it was saved: "
-                f"shape {tuple(self._tensor.shape)}, version {self._tensor._version} "
-                f"instead of {self._version}. Use the out-of-place form of the operation."
-            )
+        require_unchanged(self._tensor, self._version)  # torch checks this only where there are no hooks
         return self._tensor
 
     def __del__(self) -> None:
-        if hasattr(self, "_keys"):  # torch.compile makes one without __init__ while it traces
-            self._ledger.release(self._category, self._keys)
+        if getattr(self, "_key", 0):  # torch.compile makes one without __init__ while it traces
+            self._ledger._release(self._index, self._key)
+
+
+def require_unchanged(tensor: torch.Tensor, version: int) -> None:
+    """Raise `RuntimeError` unless `tensor` is still what it was at `version`."""
+    if tensor._version != version:
+        raise RuntimeError(
+            "a tensor that the backward needs was modified in place after it was saved: "
+            f"shape {tuple(tensor.shape)}, version {tensor._version} instead of {version}. "
+            "Use the out-of-place form of the operation."
+        )

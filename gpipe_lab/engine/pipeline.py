@@ -149,8 +149,9 @@ class RankPipeline:
         if self._gradients_are_used:
             self.zero_grad()
         self.gradients.begin()
+        self.executor.prepare(job, links)
         _meet()
-        result = self.executor.run(job, links)
+        result = self.executor.run()
         for index, stage in self.stages.items():
             result.unsplit[index] = tuple(n for n, p in self.parameters.items() if p in stage.unsplit)
         self._reduce(groups, result)
@@ -208,8 +209,9 @@ class RankPipeline:
 
     def evaluate(self, job: StepJob, links: Links) -> tuple[RankResult, float]:
         """A forward-only step without gradients; the result and the loss of the batch (0 without targets)."""
+        self.executor.prepare(job, links)
         _meet()
-        result = self.executor.run(job, links)
+        result = self.executor.run()
         scales = job.scales or (0.0,) * len(job.sizes)
         (loss,) = _sum_over_ranks([sum(scales[m] * loss for m, loss in result.losses.items())])
         return result, loss
