@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from .at_once import AtOnce
 from .batchnorm import RunningStatistics
 from .buffers import Changes, Earlier, as_before
 from .entry import Entry, enter, tell_of_changes
 from .ledger import Ledger
 from .seeding import layer_seed
-from .split import Deferred, DeferWeights, weights_of_products
+from .split import Deferred, weights_of_products
 from .streams import Device
 from .tree import Tree, map_tensors, tensors
 
@@ -65,7 +66,7 @@ class Held:
     objective: Objective | None
     needs_gradient: list[bool]
     segments: Sequence[range]
-    deferred: Deferred | None = None
+    account: AtOnce | Deferred
     graphs: dict[int, Graph] = field(default_factory=dict)
     boundaries: dict[int, tuple[Tree, list[int]]] = field(default_factory=dict)
     earlier: dict[int, Earlier] = field(default_factory=dict)
@@ -93,6 +94,7 @@ class Stage:
     ) -> None:
         self.index = index
         self.layers = nn.ModuleList(layers).to(device.torch_device)
+        self._in_order = list(self.layers)  # a ModuleList takes its time to find one
         self.first_layer = first_layer
         self.device = device
         self.ledger = ledger
@@ -100,6 +102,7 @@ class Stage:
         self._trains = {module: module.training for module in self.layers.modules()}  # as they were given
         self.unsplit: set[torch.Tensor] = set()  # weights that a split backward did not leave to its W
         self._products = weights_of_products(self.layers)
+        self._at_once = AtOnce(self.layers)
         self._held: dict[int, Held] = {}
         self._has_trained = self._trains_any()
         self._anchor = torch.empty(0, requires_grad=True, device=device.torch_device)
@@ -130,8 +133,8 @@ class Stage:
             with torch.no_grad():
                 output = self._run(self._all, microbatch, inputs, step)
                 return self._finish(output, [False] * len(tensors(output)), objective, step)
-        deferred = Deferred(self.ledger) if defer_weights else None
-        held = Held(step, objective, needs_gradient, segments or [self._all], deferred)
+        account = Deferred(self.ledger) if defer_weights else self._at_once
+        held = Held(step, objective, needs_gradient, segments or [self._all], account)
         self._held[microbatch] = held
         if segments is None:
             return self._with_graph(microbatch, 0, inputs, needs_gradient, "saved")
@@ -177,25 +180,26 @@ class Stage:
             elif incoming and (gradient := incoming[takes]) is not None:  # [] from a loss that does not count
                 edges.append(edge)
                 given.append(gradient)
-        without = [] if held.deferred is None else [w for w in self._products if w.grad is None]
+        without = [w for w in self._products if w.grad is None]
         if edges:
-            torch.autograd.backward(edges, given)
-        if held.deferred is not None:
-            self.unsplit |= {w for w in without if w.grad is not None} - held.deferred.weights()
+            with held.account.collecting():
+                torch.autograd.backward(edges, given)
+        if isinstance(held.account, Deferred):
+            self.unsplit |= {w for w in without if w.grad is not None} - held.account.weights()
         held.gradients = [] if graph.entry is None else graph.entry.gradients
         if graph.entry is not None and held.objective is not None and held.objective.scale == 0.0:
             held.gradients = graph.entry.filled()
         _, keys = held.boundaries.pop(segment, (None, []))
         self.ledger.release("boundary", keys)
-        if segment == 0 and held.deferred is None:
+        if segment == 0 and held.account is self._at_once:
             del self._held[microbatch]
         return held.gradients
 
     def backward_weight(self, microbatch: int) -> None:
         """Compute the gradients of weights that `backward` left, and let the micro-batch go."""
-        deferred = self._held.pop(microbatch).deferred
-        assert deferred is not None
-        deferred.settle()
+        account = self._held.pop(microbatch).account
+        assert isinstance(account, Deferred)
+        account.settle()
 
     def begin(self, *, training: bool) -> None:
         """Start a step."""
@@ -231,8 +235,7 @@ class Stage:
     ) -> StageOutput:
         held = self._held[microbatch]
         objective = held.objective if segment == len(held.segments) - 1 else None
-        putting_off = nullcontext() if held.deferred is None else DeferWeights(held.deferred)
-        with torch.enable_grad(), self.ledger.saving(category), putting_off:
+        with torch.enable_grad(), self.ledger.saving(category), held.account.recording():
             entered, entry = enter(inputs, flags, self._anchor)
             versions = [t._version for t in tensors(entered)]
             output = self._run(held.segments[segment], microbatch, entered, held.step)
@@ -245,13 +248,13 @@ class Stage:
     def _stateful(self, layers: range) -> Iterator[nn.Module]:
         """The modules of these layers whose state a forward may change; batch norm's is seen to apart."""
         for position in layers:
-            yield from (m for m in self.layers[position].modules() if not self.statistics.watches(m))
+            yield from (m for m in self._in_order[position].modules() if not self.statistics.watches(m))
 
     def _run(self, layers: range, microbatch: int, value: Tree, step: StepContext) -> Tree:
         with self._numerics(step):
             for position in layers:
                 self.device.seed(layer_seed(step.seed, step.step, self.first_layer + position, microbatch))
-                value = self.layers[position](value)
+                value = self._in_order[position](value)
         return value
 
     def _numerics(self, step: StepContext) -> Any:
