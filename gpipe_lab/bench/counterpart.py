@@ -75,46 +75,93 @@ class TimedTorchStage(PipelineStage):
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
 
-def torch_step(
-    context: RankContext,
-    stages: list[nn.Module],
-    schedule: str,
-    num_microbatches: int,
-    x: torch.Tensor,
-    repeats: int,
-    pace: Pace | None = None,
-) -> list[tuple[list[Timed], int]]:
-    """What each step of torch's own schedule took on this rank.
+class _Rank:
+    """One rank's part of torch's pipeline: its stages, and the schedule that runs them."""
 
-    (the operations in the order in which they ran, peak of bytes saved for backward). Stages lie on the ranks
-    as in this package's schedule of the same name. A first step warms up, unreported.
-    """
-    home = SCHEDULES[schedule](context.num_ranks, num_microbatches).stage_to_rank
-    local = [
-        TimedTorchStage(stage, index, len(stages), pace)
-        for index, stage in enumerate(stages)
-        if home[index] == context.rank
-    ]
-    make = TORCH_SCHEDULES[schedule]
-    several = issubclass(make, PipelineScheduleMulti)
-    step = make(local if several else local[0], num_microbatches, loss_fn=F.mse_loss)
-    args = (x,) if context.rank == 0 else ()
-    target = x if context.rank == home[-1] else None
-    found = []
-    for _ in range(repeats + 1):
-        for stage in local:  # a training step starts without gradients, here as there
+    def __init__(
+        self,
+        context: RankContext,
+        stages: list[nn.Module],
+        name: str,
+        num_microbatches: int,
+        pace: Pace | None,
+    ) -> None:
+        self.rank = context.rank
+        self.home = _home(name, context.num_ranks, num_microbatches)
+        self.stages = [
+            TimedTorchStage(stage, index, len(stages), pace)
+            for index, stage in enumerate(stages)
+            if self.home[index] == self.rank
+        ]
+        make = TORCH_SCHEDULES[name]
+        several = issubclass(make, PipelineScheduleMulti)
+        self.schedule = make(self.stages if several else self.stages[0], num_microbatches, loss_fn=F.mse_loss)
+
+    def step(self, x: torch.Tensor) -> tuple[list[Timed], int]:
+        """The operations in the order in which they ran, and the peak of bytes saved for backward."""
+        for stage in self.stages:  # a training step starts without gradients, here as there
             stage.submod.zero_grad()
-        dist.barrier()
-        ledger = Ledger(context.rank)
-        ledger.hold("parameters", [p for stage in local for p in stage.submod.parameters()])
-        weights = ledger.total
-        for stage in local:
             stage.times.clear()
+        ledger = Ledger(self.rank)
+        ledger.hold("parameters", [p for stage in self.stages for p in stage.submod.parameters()])
+        weights = ledger.total
+        dist.barrier()
         with ledger.saving("saved"):
-            step.step(*args, target=target)
-        times = sorted((timed for stage in local for timed in stage.times), key=lambda timed: timed[1])
-        found.append((times, ledger.highest - weights))
-    return found[1:]
+            self.schedule.step(*[x] * (self.rank == 0), target=x if self.rank == self.home[-1] else None)
+        times = [timed for stage in self.stages for timed in stage.times]
+        return sorted(times, key=lambda timed: timed[1]), ledger.highest - weights
+
+
+_kept: dict[str, _Rank] = {}  # on a worker: what the next step runs
+
+
+def _set_up(context: RankContext, *args: Any) -> None:
+    _kept["torch"] = _Rank(context, *args)
+
+
+def _step(context: RankContext, x: torch.Tensor) -> tuple[list[Timed], int]:
+    return _kept["torch"].step(x)
+
+
+def _home(name: str, num_ranks: int, num_microbatches: int) -> tuple[int, ...]:
+    """Stages lie on the ranks as in this package's schedule of the same name."""
+    return SCHEDULES[name](num_ranks, num_microbatches).stage_to_rank
+
+
+class TorchPipeline:
+    """torch's schedule of that name on a lab's workers, where it stays until the next one is made."""
+
+    def __init__(
+        self,
+        lab: Lab,
+        stages: list[nn.Module],
+        schedule: str,
+        num_microbatches: int,
+        *,
+        pace: Pace | None = None,
+    ) -> None:
+        self.lab = lab
+        self.schedule = schedule
+        self.num_microbatches = num_microbatches
+        self.source = MEASURED if pace is None else PACED
+        lab.launch(_set_up, stages, schedule, num_microbatches, pace)
+
+    def step(self, x: torch.Tensor) -> tuple[Trace, int]:
+        """A training step as a trace, of computations only, and the most that a rank saved for backward.
+
+        The trace's schedule is the order in which torch ran its operations.
+        """
+        rows, peaks = zip(*self.lab.launch(_step, x), strict=True)
+        began_ms = min(start for row in rows for _, start, _ in row)
+        events = tuple(
+            Event(rank, COMPUTE_LANE, op, start - began_ms, end - began_ms)
+            for rank, row in enumerate(rows)
+            for op, start, end in row
+        )
+        home = _home(self.schedule, self.lab.num_ranks, self.num_microbatches)
+        ops = tuple(tuple(op for op, _, _ in row) for row in rows)
+        order = Schedule(f"torch's {self.schedule}", self.num_microbatches, home, ops)
+        return Trace(events, self.source, order, device=self.lab.device_plan.label), max(peaks)
 
 
 def their_traces(
@@ -127,24 +174,7 @@ def their_traces(
     *,
     pace: Pace | None = None,
 ) -> tuple[list[Trace], int]:
-    """torch's steps as traces, of computations only, and the highest peak of bytes saved for backward.
-
-    A trace's schedule is the order in which torch ran its operations.
-    """
-    by_rank = lab.launch(torch_step, stages, schedule, num_microbatches, x, repeats, pace)
-    home = SCHEDULES[schedule](lab.num_ranks, num_microbatches).stage_to_rank
-    source = MEASURED if pace is None else PACED
-    traces, peaks = [], []
-    for ranks in zip(*by_rank, strict=True):
-        rows = [times for times, _ in ranks]
-        began_ms = min(start for row in rows for _, start, _ in row)
-        events = tuple(
-            Event(rank, COMPUTE_LANE, op, start - began_ms, end - began_ms)
-            for rank, row in enumerate(rows)
-            for op, start, end in row
-        )
-        ops = tuple(tuple(op for op, _, _ in row) for row in rows)
-        order = Schedule(f"torch's {schedule}", num_microbatches, home, ops)
-        traces.append(Trace(events, source, order, device=lab.device_plan.label))
-        peaks.append(max(peak for _, peak in ranks))
-    return traces, max(peaks)
+    """`repeats` steps of torch's schedule, after a first that warms up, and the highest of their peaks."""
+    pipeline = TorchPipeline(lab, stages, schedule, num_microbatches, pace=pace)
+    steps = [pipeline.step(x) for _ in range(repeats + 1)][1:]
+    return [trace for trace, _ in steps], max(peak for _, peak in steps)

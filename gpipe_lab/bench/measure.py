@@ -12,14 +12,54 @@ from torch import nn
 from ..engine.pace import Pace
 from ..engine.streams import now_ms
 from ..lab.lab import Lab
+from ..lab.run import Run
 from ..lab.worker import RankContext
 from ..plan.schedule import Schedule
 from ..plan.schedules import SCHEDULES, gpipe, one_f_one_b
 from ..plan.simulate import Costs, replay, simulate
-from .counterpart import TORCH_SCHEDULES, their_traces
-from .record import OURS, PACED, TORCH, Figure, figure
+from ..plan.trace import Trace
+from .counterpart import TORCH_SCHEDULES, TorchPipeline
+from .record import LONGER, OURS, PACED, TORCH, Figure, figure
 
 WIDTH = 16
+
+
+def in_turns(repeats: int, *steps: Callable[[], Any]) -> list[list[Any]]:
+    """What each of `steps` gave, turn by turn, after a first turn that warms up.
+
+    A machine that slows down so does it to all of them. Every other turn goes backwards.
+    """
+    found: list[list[Any]] = [[] for _ in steps]
+    for turn in range(repeats + 1):
+        pairs = list(zip(found, steps, strict=True))
+        for values, step in pairs if turn % 2 else reversed(pairs):
+            values.append(step())
+    return [values[1:] for values in found]
+
+
+def beside(
+    what: str, unit: str, mine: list[float], torchs: list[float], *, paced: str = ""
+) -> Iterator[Figure]:
+    """Both engines' figures, and how many times as long torch took, turn by turn."""
+    yield figure(what, OURS + paced, mine, unit)
+    yield figure(what, TORCH + paced, torchs, unit)
+    is_speed = unit == "x"
+    longer = [a / b if is_speed else b / a for a, b in zip(mine, torchs, strict=True)]
+    yield figure(what, LONGER, longer, "ratio")
+
+
+class Ours:
+    """This engine's pipeline of `layers`, its steps to be taken in turns with torch's."""
+
+    def __init__(
+        self, lab: Lab, layers: list[nn.Module], schedule: Schedule, pace: Pace | None = None
+    ) -> None:
+        self.pipeline = lab.pipeline(layers, loss_fn=F.mse_loss, stage_to_rank=schedule)
+        self.schedule, self.pace = schedule, pace
+
+    def step(self, x: torch.Tensor) -> Run:
+        self.pipeline.zero_grad()
+        return self.pipeline.step(self.schedule, x, x, update=False, pace=self.pace)
 
 
 def paced(
@@ -27,60 +67,80 @@ def paced(
 ) -> Iterator[Figure]:
     """Makespan over the simulated one with paced stages: what messages, waiting and the executor add."""
     lab.resize(num_ranks)
-    what = f"paced makespan / ideal, P={num_ranks} M={num_microbatches} {forward_ms:g} ms"
-    x = torch.randn(2 * num_microbatches, WIDTH)
     for name, make in SCHEDULES.items():
-        if name == "forward_only":
-            continue
-        schedule = make(num_ranks, num_microbatches)
-        times = [
-            share * forward_ms * num_ranks / schedule.num_stages for share in (1, 2)
-        ]  # of the same model
-        pace = Pace(forward_ms=times[0], backward_ms=times[1])
-        ideal = simulate(schedule, pace.costs()).makespan_ms
-        plain: list[nn.Module] = [nn.Linear(WIDTH, WIDTH) for _ in range(schedule.num_stages)]
-        mine, torchs = [], []
-        for _ in range(repeats):  # in turns, so that a machine that slows down does so for both
-            run = lab.run(schedule, plain, x, x, loss_fn=F.mse_loss, pace=pace)
-            mine.append(run.trace.makespan_ms / ideal)
-            if name in TORCH_SCHEDULES:
-                (trace,), _ = their_traces(lab, plain, name, num_microbatches, x, 1, pace=pace)
-                torchs.append(trace.makespan_ms / ideal)
-        yield figure(f"{what}, {name}", OURS + PACED, mine, "ratio")
-        if torchs:
-            yield figure(f"{what}, {name}", TORCH + PACED, torchs, "ratio")
+        if name != "forward_only":
+            yield from _paced(lab, name, make(num_ranks, num_microbatches), forward_ms, repeats)
 
 
-def real(lab: Lab, repeats: int, *, width: int = 1024, num_microbatches: int = 8) -> Iterator[Figure]:
-    """Real computation on two ranks: speed-up over one process with the same micro-batches, and memory."""
-    layers = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(8)]
-    x = torch.randn(64 * num_microbatches, width)
-    lab.resize(1)
-    alone = lab.run(gpipe(1, num_microbatches), layers, x, x, loss_fn=F.mse_loss, repeats=repeats)
-    one = min(alone.makespans_ms)
+def _paced(lab: Lab, name: str, schedule: Schedule, forward_ms: float, repeats: int) -> Iterator[Figure]:
+    num_ranks, num_microbatches = schedule.num_ranks, schedule.num_microbatches
+    what = f"paced makespan / ideal, P={num_ranks} M={num_microbatches} {forward_ms:g} ms, {name}"
+    share = num_ranks / schedule.num_stages  # of the same model
+    pace = Pace(forward_ms=share * forward_ms, backward_ms=2 * share * forward_ms)
+    ideal = simulate(schedule, pace.costs()).makespan_ms
+    plain: list[nn.Module] = [nn.Linear(WIDTH, WIDTH) for _ in range(schedule.num_stages)]
+    x = torch.randn(2 * num_microbatches, WIDTH)
+    ours = Ours(lab, plain, schedule, pace)
+
+    def mine() -> float:
+        return ours.step(x).trace.makespan_ms / ideal
+
+    def theirs() -> float:
+        return torchs.step(x)[0].makespan_ms / ideal
+
+    if name in TORCH_SCHEDULES:
+        torchs = TorchPipeline(lab, plain, name, num_microbatches, pace=pace)
+        yield from beside(what, "ratio", *in_turns(2 * repeats, mine, theirs), paced=PACED)
+    else:
+        yield figure(what, OURS + PACED, in_turns(repeats, mine)[0], "ratio")
+
+
+def real(lab: Lab, repeats: int, *, width: int = 2048, num_microbatches: int = 8) -> Iterator[Figure]:
+    """Real computation on two ranks: speed-up over one process with the same micro-batches, and memory.
+
+    The weights are more than a cache holds, as those of a model that is worth cutting are.
+    """
+    layers: list[nn.Module] = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(8)]
+    x = torch.randn(32 * num_microbatches, width)
     lab.resize(2)
-    for name in TORCH_SCHEDULES:
-        schedule = SCHEDULES[name](2, num_microbatches)
-        share = len(layers) // schedule.num_stages
-        stages: list[nn.Module] = [
-            nn.Sequential(*layers[share * index : share * (index + 1)])
-            for index in range(schedule.num_stages)
-        ]
-        runs, mine, torchs, peak = [], [], [], 0
-        for _ in range(repeats):  # in turns; of three steps the quickest, as below
-            run = lab.run(schedule, layers, x, x, loss_fn=F.mse_loss, repeats=3)
-            runs.append(run)
-            mine.append(one / min(run.makespans_ms))
-            traces, peak = their_traces(lab, stages, name, num_microbatches, x, 3)
-            torchs.append(one / min(trace.makespan_ms for trace in traces))
-        what = f"real compute, P=2 M={num_microbatches}, {name}"
-        yield figure(f"{what}: speed-up over one process", OURS, mine, "x")
-        yield figure(f"{what}: speed-up over one process", TORCH, torchs, "x")
-        ratios = [run.trace.makespan_ms / replay(run.trace).makespan_ms for run in runs]
-        yield figure(f"{what}: makespan / simulated from its own op times", OURS, ratios, "ratio")
-        held = max(runs[0].memory.peak_bytes(rank, ("saved", "deferred")) for rank in range(2))
-        yield figure(f"{what}: peak saved for backward", OURS, [held / 2**20], "MiB")
-        yield figure(f"{what}: peak saved for backward", TORCH, [peak / 2**20], "MiB")
+    with Lab(1) as single:
+        alone = Ours(single, layers, gpipe(1, num_microbatches))
+        for name in TORCH_SCHEDULES:
+            yield from _real(lab, alone, name, layers, x, num_microbatches, repeats)
+
+
+def _real(
+    lab: Lab,
+    alone: Ours,
+    name: str,
+    layers: list[nn.Module],
+    x: torch.Tensor,
+    num_microbatches: int,
+    repeats: int,
+) -> Iterator[Figure]:
+    schedule = SCHEDULES[name](2, num_microbatches)
+    share = len(layers) // schedule.num_stages
+    stages: list[nn.Module] = [
+        nn.Sequential(*layers[share * index : share * (index + 1)]) for index in range(schedule.num_stages)
+    ]
+    ours, torchs = Ours(lab, layers, schedule), TorchPipeline(lab, stages, name, num_microbatches)
+    turns = in_turns(repeats, lambda: alone.step(x), lambda: ours.step(x), lambda: torchs.step(x))
+    single_ms = [run.trace.makespan_ms for run in turns[0]]
+    traces = [run.trace for run in turns[1]], [trace for trace, _ in turns[2]]
+
+    def speed_ups(traces: list[Trace]) -> list[float]:
+        return [ms / trace.makespan_ms for ms, trace in zip(single_ms, traces, strict=True)]
+
+    def over_simulated(traces: list[Trace]) -> list[float]:
+        return [trace.makespan_ms / replay(trace).makespan_ms for trace in traces]
+
+    what = f"real compute, P=2 M={num_microbatches}, {name}"
+    yield from beside(f"{what}: speed-up over one process", "x", *map(speed_ups, traces))
+    own = f"{what}: makespan / simulated from its own op times"
+    yield from beside(own, "ratio", *map(over_simulated, traces))
+    held = max(turns[1][0].memory.peak_bytes(rank, ("saved", "deferred")) for rank in range(2))
+    yield figure(f"{what}: peak saved for backward", OURS, [held / 2**20], "MiB")
+    yield figure(f"{what}: peak saved for backward", TORCH, [turns[2][0][1] / 2**20], "MiB")
 
 
 def hoisting(lab: Lab, repeats: int) -> Iterator[Figure]:
@@ -102,30 +162,25 @@ def overhead(lab: Lab, repeats: int) -> Iterator[Figure]:
     lab.resize(1)
     x = torch.randn(64, WIDTH)
     layer: list[nn.Module] = [nn.Linear(WIDTH, WIDTH)]
-    found: dict[str, list[float]] = {OURS: [], TORCH: [], "plain torch": []}
-    for _ in range(repeats):  # in turns; of three steps the quickest, for on most something else gets in
-        run = lab.run(gpipe(1, 32), layer, x, x, loss_fn=F.mse_loss, repeats=3)
-        traces, _ = their_traces(lab, layer, "gpipe", 32, x, 3)
-        pipelining = [trace.makespan_ms for trace in traces]
-        plain = lab.launch(_plain_steps, layer[0], x, 32, 3)[0]
-        for engine, makespans in zip(found, (run.makespans_ms, pipelining, plain), strict=True):
-            found[engine].append(1000 * min(makespans) / 64)
-    for engine, per_op in found.items():
-        yield figure("one small layer, per operation", engine, per_op, "us")
+    ours, torchs = Ours(lab, layer, gpipe(1, 32)), TorchPipeline(lab, layer, "gpipe", 32)
+    mine, theirs, plain = in_turns(
+        10 * repeats,
+        lambda: 1000 * ours.step(x).trace.makespan_ms / 64,
+        lambda: 1000 * torchs.step(x)[0].makespan_ms / 64,
+        lambda: 1000 * lab.launch(_plain_step, layer[0], x, 32)[0] / 64,
+    )
+    what = "one small layer, per operation"
+    yield from beside(what, "us", mine, theirs)
+    yield figure(what, "plain torch", plain, "us")
 
 
-def _plain_steps(
-    context: RankContext, layer: nn.Module, x: torch.Tensor, num_microbatches: int, repeats: int
-) -> list[float]:
+def _plain_step(context: RankContext, layer: nn.Module, x: torch.Tensor, num_microbatches: int) -> float:
     """ms of accumulating the gradients of micro-batches by hand."""
-    times = []
-    for _ in range(repeats + 1):
-        start = now_ms()
-        losses = [F.mse_loss(layer(part), part) / num_microbatches for part in x.chunk(num_microbatches)]
-        for loss in reversed(losses):
-            loss.backward()
-        times.append(now_ms() - start)
-    return times[1:]
+    start = now_ms()
+    losses = [F.mse_loss(layer(part), part) / num_microbatches for part in x.chunk(num_microbatches)]
+    for loss in reversed(losses):
+        loss.backward()
+    return now_ms() - start
 
 
 def simulated(repeats: int) -> Iterator[Figure]:

@@ -9,6 +9,9 @@ from torch import nn
 import gpipe_lab as gl
 from gpipe_lab import check
 from gpipe_lab.bench import their_traces
+from gpipe_lab.bench.counterpart import TORCH_SCHEDULES
+from gpipe_lab.bench.measure import paced, real
+from gpipe_lab.bench.record import LONGER
 from gpipe_lab.course.exercises.ch09 import PORT
 from gpipe_lab.course.official import torch_listing
 
@@ -60,3 +63,12 @@ def test_torch_s_run_is_a_trace_in_torch_s_order(lab_of):
     assert trace.schedule.ops == listed.ops and trace.source == "measured, paced"
     assert trace.makespan_ms >= gl.simulate(listed, pace.costs()).makespan_ms and peak > 0
     assert "communication and launch" in str(gl.explain_error(trace, gl.simulate(listed, pace.costs())))
+
+
+def test_the_benchmark_sets_every_schedule_of_torchs_beside_ours(lab_of):
+    found = list(paced(lab_of(2), 2, 4, 1.0, repeats=1)) + list(real(lab_of(2), 1, width=8))
+    for name in TORCH_SCHEDULES:
+        mine = [f for f in found if name in f.what.replace(":", ",").split(", ")]
+        assert [f.unit for f in mine if f.engine == LONGER] == ["ratio"] * 3
+        assert all(0.0 < f.least <= f.value <= f.most for f in mine)
+        assert {f.unit for f in mine} == {"ratio", "x", "MiB"}
