@@ -187,7 +187,7 @@ class Executor:
         self.device.finish()
         self.mailbox.settle()
         for receive in self.ahead.get(op, ()):
-            self.mailbox.post(receive)
+            self.post(receive)
         left_ms = started_ms + duration_ms - now_ms()
         self.result.overran += left_ms < 0
         time.sleep(max(0.0, left_ms) / 1000.0)
@@ -298,6 +298,9 @@ def _as_it_is(handler: Handler) -> Handler:
 
 
 def segment_layers(num_layers: int, num_segments: int, every: int | None = None) -> list[range]:
-    """The positions of the layers of each segment: `every` a segment, or as many as gives that count."""
-    size = every or -(-num_layers // num_segments)
+    """The positions of the layers of each segment: `every` a segment, or as many as gives that count.
+
+    A split backward is recomputed whole, whatever `every` says.
+    """
+    size = every if every and num_segments > 1 else -(-num_layers // num_segments)
     return [range(start, min(start + size, num_layers)) for start in range(0, num_layers, size)]

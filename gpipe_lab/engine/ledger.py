@@ -64,20 +64,20 @@ class Ledger:
     def hold(self, category: str, tensors: Iterable[torch.Tensor]) -> list[int]:
         """Count the storages of `tensors`; returns what `release` is to be given."""
         index = _INDEX[category]
-        keys = [key for tensor in tensors if (key := self._hold(index, tensor.untyped_storage()))]
+        found = [self._hold(index, tensor.untyped_storage()) for tensor in tensors]
         self._note_peak()
-        return keys
+        return [key for key in found if key is not None]
 
     def release(self, category: str, keys: Iterable[int]) -> None:
         index = _INDEX[category]
         for key in keys:
             self._release(index, key)
 
-    def _hold(self, index: int, memory: torch.UntypedStorage) -> int:
-        """Count one storage; its key, or 0 where it has no bytes."""
+    def _hold(self, index: int, memory: torch.UntypedStorage) -> int | None:
+        """Count one storage; its key, or None where it has no bytes."""
         size = memory.nbytes()
         if not size:
-            return 0
+            return None
         key = memory.data_ptr()
         with self._lock:
             storage = self._storages.get(key)
@@ -177,7 +177,7 @@ class _Saved:
     __slots__ = ("_index", "_key", "_ledger", "_tensor", "_version")
 
     def __init__(self, ledger: Ledger, index: int, tensor: torch.Tensor) -> None:
-        self._key = 0  # nothing to release, should the next lines fail
+        self._key: int | None = None  # nothing to release, should the next lines fail
         self._tensor = tensor.detach()
         self._version = tensor._version
         self._ledger = ledger
@@ -190,8 +190,9 @@ class _Saved:
         return self._tensor
 
     def __del__(self) -> None:
-        if getattr(self, "_key", 0):  # torch.compile makes one without __init__ while it traces
-            self._ledger._release(self._index, self._key)
+        key = getattr(self, "_key", None)  # torch.compile makes one without __init__ while it traces
+        if key is not None:
+            self._ledger._release(self._index, key)
 
 
 def require_unchanged(tensor: torch.Tensor, version: int) -> None:

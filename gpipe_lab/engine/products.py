@@ -93,7 +93,8 @@ class Convolution:
 class Account(Protocol):
     """Where the weights' parts are left while it is open: while the backward is one that adds them up."""
 
-    is_open: bool
+    @property
+    def is_open(self) -> bool: ...
 
     def owe(self, part: WeightPart) -> None: ...
 
@@ -136,7 +137,7 @@ class _Use:
 def product(
     rule: Rule, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, account: Account | None
 ) -> torch.Tensor:
-    """The product by a `weight` that `is_plain`, its part left to `account`.
+    """The product of what `is_plain`, the weight's part left to `account`.
 
     Without an account it is autograd's as ever, but what is saved for the backward is the same.
     """
@@ -144,8 +145,8 @@ def product(
     return _Product.apply(use, x, weight if account is None else _Sink.apply(use, weight), bias)
 
 
-def is_plain(weight: torch.Tensor) -> bool:
-    """Whether it is a weight of the model, whose gradient nobody waits for on its way.
+def is_plain(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether a product of these is as autograd has it: of tensors, and by a weight of the model.
 
     A computed weight's gradient has further to go, and a hook may change it. Inside vmap, torch.func.grad and
     torch.compile autograd works in other ways.
@@ -154,12 +155,22 @@ def is_plain(weight: torch.Tensor) -> bool:
         weight.requires_grad
         and weight.is_leaf
         and weight.is_floating_point()
-        and not weight._backward_hooks
-        and not weight._post_accumulate_grad_hooks
+        and weight.numel() > 0
+        and type(weight) in _PLAIN
+        and type(x) in _PLAIN
+        and not x.is_nested
+        and not _is_hooked(weight)
         and torch.is_grad_enabled()
         and not torch._C._are_functorch_transforms_active()
         and not torch.compiler.is_compiling()
     )
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _is_hooked(weight: torch.Tensor) -> bool:
+    return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
 
 
 class _Sink(torch.autograd.Function):
@@ -173,7 +184,7 @@ class _Sink(torch.autograd.Function):
         use: _Use = ctx.use
         part, use.part = use.part, None
         assert part is not None and use.account is not None, "the product's backward comes first"
-        if not use.account.is_open:
+        if not use.account.is_open or _is_hooked(use.weight):
             return None, part.compute()
         use.account.owe(part)
         return None, None
@@ -186,14 +197,15 @@ class _Product(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.use = use
         ctx.save_for_backward(x)
-        return use.rule.output(x, weight, bias)
+        return use.rule.output(x, weight, bias).data  # no view, which the next layer might not modify
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         use: _Use = ctx.use
         (x,), weight = ctx.saved_tensors, use.weight
-        require_unchanged(weight, use.version)
         _, for_input, _, for_bias = ctx.needs_input_grad
+        if for_input:
+            require_unchanged(weight, use.version)
         part = WeightPart(use.rule, gradient, x, weight)
         if use.account is None:
             of_weight = part.compute()
@@ -209,7 +221,7 @@ class _Product(torch.autograd.Function):
 
 def _blank(weight: torch.Tensor) -> torch.Tensor:
     """What goes to the sink in place of a gradient: of its shape, and of no size."""
-    return torch.empty((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
+    return torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
 
 
 def _as_rows(x: torch.Tensor) -> torch.Tensor:

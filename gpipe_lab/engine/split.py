@@ -1,16 +1,19 @@
-"""Split backwards: put off what only a weight's gradient needs (Zero Bubble, arXiv 2401.10241 §2).
+"""What becomes of a weight's part of the backward: put off until nobody waits, or added up at once.
 
 For y = W·x the backward has two parts: dL/dx = Wᵀ·g, which the previous stage waits for, and dL/dW = g·xᵀ,
-which nobody waits for. Inside `DeferWeights`, linear layers and convolutions compute the first part in the
-backward and leave the second in a queue. All else (biases, norms, embeddings, a layer that does not go
-through these functions) gets its gradients in the backward, so no work is ever done twice. Where
-that leaves out matrix products (a function of the user's own, a computed weight, a compiled layer), the stage
-notes the weight and the trace says so.
+which nobody waits for. Inside `WeightsApart` linear layers and convolutions leave the second to an account:
+
+- `Deferred` keeps it until a W asks for it: split backwards (Zero Bubble, arXiv 2401.10241 §2). All else
+  (biases, norms, embeddings, a layer that does not go through these functions) gets its gradients in the
+  backward, so no work is ever done twice. Where that leaves out matrix products (a function of the user's
+  own, a computed weight, a compiled layer), the stage notes the weight and the trace says so.
+- `AtOnce` adds a large weight's part to the sum within the product. Autograd writes it to memory of its own
+  and then adds it: for a weight that no cache holds that takes about as long as the product.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,35 +26,57 @@ from torch.overrides import TorchFunctionMode
 from .ledger import Ledger
 from .products import LINEAR, Convolution, WeightPart, is_plain, product
 
+LARGE = 2**18  # elements of a weight; with fewer, what `AtOnce` costs in Python outweighs what it saves
 
-@dataclass
-class Deferred:
-    """What one micro-batch still owes to weights, in the order in which it came to be owed.
 
-    It takes them while it is open, that is in the stage's own backward. What a layer differentiates by
-    itself is the layer's.
-    """
+class Account:
+    """Takes the weights' parts of the stage's own backward, and of none that a layer may run within it."""
+
+    _task: int | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._task is not None and torch._C._current_graph_task_id() == self._task
+
+    def takes(self, func: Any, weight: torch.Tensor) -> bool:
+        raise NotImplementedError
+
+    def owe(self, part: WeightPart) -> None:
+        raise NotImplementedError
+
+    def recording(self) -> WeightsApart:
+        """For the stage's forward."""
+        return WeightsApart(self)
+
+    @contextmanager
+    def collecting(self, roots: Sequence[Any]) -> Iterator[None]:
+        """For the stage's backward, which starts from the nodes `roots`."""
+        handles = [node.register_prehook(self._note_task) for node in roots]
+        try:
+            # What runs forward again in a backward has to save what it saved before.
+            with WeightsApart(self, again=True):
+                yield
+        finally:
+            self._task = None
+            for handle in handles:
+                handle.remove()
+
+    def _note_task(self, gradients: Any) -> None:
+        self._task = torch._C._current_graph_task_id()
+
+
+@dataclass(eq=False)
+class Deferred(Account):
+    """What one micro-batch still owes to weights, in the order in which it came to be owed."""
 
     ledger: Ledger
     owed: list[tuple[WeightPart, list[int]]] = field(default_factory=list)
-    is_open: bool = False
 
-    def recording(self) -> DeferWeights:
-        """For the stage's forward: a context in which products are set up to owe."""
-        return DeferWeights(self)
-
-    @contextmanager
-    def collecting(self) -> Iterator[None]:
-        """For the stage's backward. What runs forward again in it has to save what it saved before."""
-        self.is_open = True
-        try:
-            with DeferWeights(self, again=True):
-                yield
-        finally:
-            self.is_open = False
+    def takes(self, func: Any, weight: torch.Tensor) -> bool:
+        return True
 
     def owe(self, part: WeightPart) -> None:
-        """Put off the weights' part of a product's backward."""
+        """Put off the weight's part of a product's backward."""
         self.owed.append((part, self.ledger.hold("deferred", (part.x, part.gradient))))
 
     def weights(self) -> set[torch.Tensor]:
@@ -66,6 +91,17 @@ class Deferred:
             self.ledger.release("deferred", keys)
 
 
+class AtOnce(Account):
+    """Large weights of linear layers. Autocast is left alone: it saves a smaller input."""
+
+    def takes(self, func: Any, weight: torch.Tensor) -> bool:
+        is_cast = torch.is_autocast_enabled(weight.device.type)
+        return func is F.linear and weight.numel() >= LARGE and not is_cast
+
+    def owe(self, part: WeightPart) -> None:
+        part.add()
+
+
 def weights_of_products(layers: nn.Module) -> list[nn.Parameter]:
     """The trained weights that enter products: no vectors, which take none, and no tables to look up in."""
     tables = (nn.Embedding, nn.EmbeddingBag)
@@ -74,15 +110,16 @@ def weights_of_products(layers: nn.Module) -> list[nn.Parameter]:
     return [p for p in found if p.requires_grad and p.dim() > 1]
 
 
-class DeferWeights(TorchFunctionMode):
-    """A context in which the weight gradients of linear layers and convolutions are owed to `deferred`.
+class WeightsApart(TorchFunctionMode):
+    """A context in which linear layers and convolutions leave their weights' part to `account`.
 
-    again: they run within a backward, for somebody else's sake, and owe nothing.
+    again: they run within a backward, for somebody else's sake, and leave nothing.
     """
 
-    def __init__(self, deferred: Deferred, *, again: bool = False) -> None:
+    def __init__(self, account: Account, *, again: bool = False) -> None:
         super().__init__()
-        self.account = None if again else deferred
+        self.account = account
+        self.again = again
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -97,9 +134,9 @@ class DeferWeights(TorchFunctionMode):
     def _linear(
         self, func: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        if not is_plain(weight):
+        if not self._takes(func, input, weight, dims=2):
             return func(input, weight, bias)
-        return product(LINEAR, input, weight, bias, self.account)
+        return product(LINEAR, input, weight, bias, None if self.again else self.account)
 
     def _convolution(
         self,
@@ -113,10 +150,15 @@ class DeferWeights(TorchFunctionMode):
         groups: int = 1,
     ) -> torch.Tensor:
         dims = _CONVOLUTIONS[func]
-        if isinstance(padding, str) or input.dim() != dims + 2 or not is_plain(weight):
+        is_batch = not isinstance(padding, str) and input.dim() == dims + 2
+        if not is_batch or not self._takes(func, input, weight, dims=dims + 2):
             return func(input, weight, bias, stride, padding, dilation, groups)
         stride, padding, dilation = (_each(value, dims) for value in (stride, padding, dilation))
-        return product(Convolution(stride, padding, dilation, groups), input, weight, bias, self.account)
+        rule = Convolution(stride, padding, dilation, groups)
+        return product(rule, input, weight, bias, None if self.again else self.account)
+
+    def _takes(self, func: Any, x: torch.Tensor, weight: torch.Tensor, *, dims: int) -> bool:
+        return is_plain(x, weight) and weight.dim() == dims and self.account.takes(func, weight)
 
 
 _CONVOLUTIONS = {torch.conv1d: 1, torch.conv2d: 2, torch.conv3d: 3, F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}

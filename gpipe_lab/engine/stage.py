@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from .at_once import AtOnce
 from .batchnorm import RunningStatistics
 from .buffers import Changes, Earlier, as_before
 from .entry import Entry, enter, tell_of_changes
 from .ledger import Ledger
 from .seeding import layer_seed
-from .split import Deferred, weights_of_products
+from .split import LARGE, Account, AtOnce, Deferred, weights_of_products
 from .streams import Device
 from .tree import Tree, map_tensors, tensors
 
@@ -66,7 +65,7 @@ class Held:
     objective: Objective | None
     needs_gradient: list[bool]
     segments: Sequence[range]
-    account: AtOnce | Deferred
+    account: Account | None
     graphs: dict[int, Graph] = field(default_factory=dict)
     boundaries: dict[int, tuple[Tree, list[int]]] = field(default_factory=dict)
     earlier: dict[int, Earlier] = field(default_factory=dict)
@@ -102,7 +101,7 @@ class Stage:
         self._trains = {module: module.training for module in self.layers.modules()}  # as they were given
         self.unsplit: set[torch.Tensor] = set()  # weights that a split backward did not leave to its W
         self._products = weights_of_products(self.layers)
-        self._at_once = AtOnce(self.layers)
+        self._at_once = AtOnce() if any(w.numel() >= LARGE for w in self._products) else None
         self._held: dict[int, Held] = {}
         self._has_trained = self._trains_any()
         self._anchor = torch.empty(0, requires_grad=True, device=device.torch_device)
@@ -182,7 +181,8 @@ class Stage:
                 given.append(gradient)
         without = [w for w in self._products if w.grad is None]
         if edges:
-            with held.account.collecting():
+            roots = [edge.node for edge in edges]
+            with nullcontext() if held.account is None else held.account.collecting(roots):
                 torch.autograd.backward(edges, given)
         if isinstance(held.account, Deferred):
             self.unsplit |= {w for w in without if w.grad is not None} - held.account.weights()
@@ -191,7 +191,7 @@ class Stage:
             held.gradients = graph.entry.filled()
         _, keys = held.boundaries.pop(segment, (None, []))
         self.ledger.release("boundary", keys)
-        if segment == 0 and held.account is self._at_once:
+        if segment == 0 and not isinstance(held.account, Deferred):
             del self._held[microbatch]
         return held.gradients
 
@@ -235,7 +235,8 @@ class Stage:
     ) -> StageOutput:
         held = self._held[microbatch]
         objective = held.objective if segment == len(held.segments) - 1 else None
-        with torch.enable_grad(), self.ledger.saving(category), held.account.recording():
+        weights = nullcontext() if held.account is None else held.account.recording()
+        with torch.enable_grad(), self.ledger.saving(category), weights:
             entered, entry = enter(inputs, flags, self._anchor)
             versions = [t._version for t in tensors(entered)]
             output = self._run(held.segments[segment], microbatch, entered, held.step)

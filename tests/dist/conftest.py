@@ -20,17 +20,8 @@ def lab_of():
         lab.close()
 
 
-# Modules that look at the machine's processes, hold how soon a failure is named, or measure a pace.
-ALONE = {
-    "test_cleanup",
-    "test_exchanges",
-    "test_fault_matrix",
-    "test_faults",
-    "test_gpipe_step",
-    "test_kernel",
-    "test_pacing",
-    "test_pool",
-}
+# Modules that hold how soon a failure is named, or measure a pace.
+ALONE = {"test_exchanges", "test_fault_matrix", "test_faults", "test_pacing", "test_pool"}
 
 
 def pytest_collection_modifyitems(items):

@@ -197,6 +197,7 @@ raise LookupError("mine")
     driver.assert_nothing_is_left()
 
 
+@pytest.mark.alone
 def test_an_interrupt_ends_the_call_and_the_lab_is_usable(drive):
     driver = drive("""
 lab = Lab(3, device="cpu")
@@ -237,6 +238,7 @@ def worker_processes(lab):
     return [psutil.Process(pid) for pid in lab.launch(lambda context: os.getpid())]
 
 
+@pytest.mark.alone
 def test_close_and_the_end_of_a_with_block_end_the_workers():
     with Lab(2, device="cpu") as lab:
         workers = worker_processes(lab)

@@ -98,6 +98,7 @@ def assert_no_file_is_left(folder):
     assert [name for name in os.listdir(folder) if name.startswith("pymp")] == []
 
 
+@pytest.mark.alone
 def test_interrupt_ends_the_step_and_leaves_the_lab_usable(notebook):
     text, error = notebook.run(SETUP)
     assert error is None and "loss" in text, text
@@ -164,7 +165,7 @@ def test_restart_leaves_no_process(notebook, folder):
     family = family_at_work(notebook)
     notebook.client.stop_channels()
     notebook.manager.restart_kernel(now=True)
-    assert still_running(family, 5) == []
+    assert still_running(family) == []
     assert_no_file_is_left(folder)
     notebook.connect()
     text, error = notebook.run(SETUP)
@@ -174,7 +175,7 @@ def test_restart_leaves_no_process(notebook, folder):
 def test_a_killed_kernel_leaves_no_process(notebook, folder):
     family = family_at_work(notebook)
     os.kill(notebook.pid, signal.SIGKILL)
-    assert still_running(family, 5) == []
+    assert still_running(family) == []
     assert_no_file_is_left(folder)
 
 

@@ -79,6 +79,18 @@ def test_the_other_schedules_equal_one_process_too(lab_of, num_ranks, strict):
                 assert run.loss == pytest.approx(loss, rel=1e-12)
 
 
+@pytest.mark.parametrize("mode", ["every:1", "every:2"])
+def test_the_other_schedules_keep_every_kth_input(lab_of, mode):
+    """Also those whose stages of several layers are recomputed whole, since their backward is split."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Residual(5) for _ in range(12)]).double()
+    x = torch.randn(7, 5, dtype=torch.float64)
+    _, reference = whole_batch(model, x, x)
+    for schedule in other_schedules(2, 4):
+        run = lab_of(2).run(schedule, model, x, x, loss_fn=F.mse_loss, checkpoint=mode, warmup=False)
+        assert distance(run.gradients(), reference) <= 1e-12, schedule.name
+
+
 def test_a_searched_schedule_runs(lab_of):
     model = make_model(dropout=0.2)
     x, y = make_batch(12)

@@ -39,11 +39,11 @@ def labels_in(profile: dict) -> list[str]:
     return [name for _, name in sorted(names) if " stage " in name]
 
 
+@pytest.mark.parametrize("pace", [None, gl.Pace(forward_ms=5, backward_ms=10)], ids=["as it is", "paced"])
 @pytest.mark.parametrize(("make", "checkpoint"), [(gl.gpipe, "always"), (gl.one_f_one_b, "never")])
-def test_every_rank_has_its_operations_by_name(lab_of, make, checkpoint):
-    run = lab_of(2).run(
-        make(2, 3), model(), *batch(), loss_fn=F.mse_loss, checkpoint=checkpoint, repeats=2, profile=True
-    )
+def test_every_rank_has_its_operations_by_name(lab_of, make, checkpoint, pace):
+    options = {"checkpoint": checkpoint, "pace": pace, "repeats": 2, "profile": True}
+    run = lab_of(2).run(make(2, 3), model(), *batch(), loss_fn=F.mse_loss, **options)
     assert run.profiles.num_ranks == 2
     computed = {rank: [] for rank in range(2)}
     for event in run.trace.computations:

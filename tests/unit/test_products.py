@@ -1,13 +1,20 @@
 """Gradients of weights, put off or added up at once, are autograd's, whatever layers do by themselves."""
 
+import copy
+import gc
+import weakref
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from gpipe_lab.engine import at_once
+from gpipe_lab.engine import split as splitting
+from gpipe_lab.engine import stage as staging
 from gpipe_lab.engine.ledger import Ledger
 from gpipe_lab.engine.stage import Stage, StepContext
 from gpipe_lab.engine.streams import CpuDevice
@@ -117,6 +124,160 @@ class ByFunction(Around):
         return Implicit.apply(x, self.inner.weight, self.inner.bias, self.inner)
 
 
+class KeepsItsGraph(torch.autograd.Function):
+    """Differentiates in the backward what it computed in the forward, and halves what it finds."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, layer):
+        ctx.layer = layer
+        with torch.enable_grad():
+            ctx.x = x.detach().requires_grad_()
+            ctx.y = torch.tanh(layer(ctx.x))
+        return ctx.y.detach()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        wanted = (ctx.x, ctx.layer.weight, ctx.layer.bias)
+        return *(found / 2 for found in torch.autograd.grad(ctx.y, wanted, gradient)), None
+
+
+class ByKeptGraph(Around):
+    def forward(self, x):
+        return KeepsItsGraph.apply(x, self.inner.weight, self.inner.bias, self.inner)
+
+
+class AsksInAHook(Around):
+    """Scales the gradient that passes by with that of its weight."""
+
+    def forward(self, x):
+        y = torch.tanh(self.inner(x))
+        if torch.is_grad_enabled():
+            total = self.inner(x.detach()).square().sum()
+
+            def scaled(gradient):
+                (slope,) = torch.autograd.grad(total, self.inner.weight, retain_graph=True)
+                return gradient * slope.square().mean()
+
+            y.register_hook(scaled)
+        return y
+
+
+class HookedAfterwards(Around):
+    def forward(self, x):
+        y = self.inner(x)
+        if torch.is_grad_enabled() and not self.inner.weight._backward_hooks:
+            self.inner.weight.register_hook(lambda gradient: 2 * gradient)
+        return y
+
+
+class Replaced(Around):
+    """Its linear layer's forward is one of the instance's own."""
+
+    def __init__(self):
+        super().__init__()
+        plain = self.inner.forward
+        self.inner.forward = lambda x: 3 * plain(x)
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+class ShallowCopy(Around):
+    """Fast weights: a copy of the layer with weights of its own."""
+
+    def forward(self, x):
+        fast = copy.copy(self.inner)
+        fast._parameters = {name: (p * 2).detach().requires_grad_() for name, p in fast._parameters.items()}
+        return fast(x) + self.inner(x)
+
+
+class Rounded(nn.Parameter):
+    """A weight that rounds itself wherever it is used, with a gradient that does not see it."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is F.linear:
+            x, weight, bias = args
+            weight = weight.as_subclass(torch.Tensor)
+            return F.linear(x, weight + (weight.round() - weight).detach(), bias)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def rounded():
+    layer = nn.Linear(WIDTH, WIDTH).double()
+    layer.weight = Rounded(layer.weight.detach())
+    return layer
+
+
+class Doubling(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.linear:
+            x, weight, bias = args
+            return func(x, 2 * weight, bias)
+        return func(*args, **(kwargs or {}))
+
+
+class InAMode(Around):
+    def forward(self, x):
+        with Doubling():
+            return self.inner(x)
+
+
+class Keyword(Around):
+    def forward(self, x):
+        return self.inner(input=x)
+
+
+class Hyper(Around):
+    """A linear layer without a weight but for the time of its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(self.inner.weight.detach().clone())
+        del self.inner.weight
+
+    def forward(self, x):
+        self.inner.weight = 2 * self.weight
+        y = self.inner(x)
+        del self.inner.weight
+        return y
+
+
+class Clamped(Around):
+    """Changes its weight in place in every forward; its input gets no gradient."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.inner.weight.clamp_(-0.1, 0.1)
+        return x + self.inner(x.detach())
+
+
+class InPlace(Around):
+    def forward(self, x):
+        y = self.inner(x)
+        y[..., 0] = 0
+        return y.add_(x)
+
+
+class Vector(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x):
+        return x + F.linear(x, self.weight).unsqueeze(-1)
+
+
+class NoFeatures(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.down, self.up = nn.Linear(WIDTH, 0), nn.Linear(0, WIDTH)
+
+    def forward(self, x):
+        return x + self.up(self.down(x))
+
+
 def hooked(*, afterwards):
     layer = nn.Linear(WIDTH, WIDTH)
 
@@ -150,14 +311,28 @@ LAYERS = {
     "used twice": Twice,
     "an equilibrium": Equilibrium,
     "a function of its own": ByFunction,
+    "a function that keeps its graph": ByKeptGraph,
+    "a hook that differentiates": AsksInAHook,
     "a hook": lambda: hooked(afterwards=False),
-    "a hook afterwards": lambda: hooked(afterwards=True),
+    "a hook after accumulation": lambda: hooked(afterwards=True),
+    "a hook after the use": HookedAfterwards,
+    "a forward of its own": Replaced,
+    "a shallow copy": ShallowCopy,
+    "a kind of weight": rounded,
+    "a mode": InAMode,
+    "a keyword": Keyword,
+    "no weight": Hyper,
+    "a weight that is clamped": Clamped,
+    "in place": InPlace,
+    "a vector": Vector,
+    "no features": NoFeatures,
 }
 
 
 @pytest.fixture
 def all_are_large(monkeypatch):
-    monkeypatch.setattr(at_once, "LARGE", 1)
+    for module in (splitting, staging):
+        monkeypatch.setattr(module, "LARGE", 1)
 
 
 def batch(shape=(2, 4, WIDTH), dtype=torch.float64):
@@ -200,15 +375,20 @@ def assert_same(mine, theirs):
         assert a is None or (a - b).norm() <= 1e-12 * b.norm()
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.filterwarnings(
+    "ignore:None of the inputs have requires_grad", "ignore:Initializing zero-element"
+)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("name", LAYERS)
 def test_gradients_are_autograds(name, split, recompute, all_are_large):
-    torch.manual_seed(0)
-    layers = [nn.Linear(WIDTH, WIDTH).double(), LAYERS[name]().double(), nn.Linear(WIDTH, WIDTH).double()]
-    expected = by_autograd(layers, batch())
-    assert_same(by_stage(layers, batch(), split=split, recompute=recompute), expected)
+    def build():
+        torch.manual_seed(0)
+        layers = nn.Linear(WIDTH, WIDTH), LAYERS[name](), nn.Linear(WIDTH, WIDTH)
+        return [layer.double() for layer in layers]
+
+    mine = by_stage(build(), batch(), split=split, recompute=recompute)
+    assert_same(mine, by_autograd(build(), batch()))
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -258,8 +438,11 @@ def test_a_gradient_is_added_within_the_product(split, all_are_large):
 
 def test_small_weights_are_left_to_autograd():
     stage = Stage(0, [nn.Linear(WIDTH, WIDTH)], 0, CpuDevice(), Ledger(0))
-    output = stage.layers[0](torch.ones(1, WIDTH))
-    assert output.grad_fn.name().startswith("Addmm")
+    with Watch((WIDTH, WIDTH)) as watch:
+        for m in range(2):
+            stage.forward(m, torch.ones(1, WIDTH), [True], StepContext())
+            stage.backward(m, 0, [torch.ones(1, WIDTH)])
+    assert "aten.add_.Tensor" in watch.seen and "aten.addmm.out" not in watch.seen
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -293,3 +476,28 @@ def test_autocast_saves_no_more_than_without(all_are_large):
     stage = Stage(0, layers, 0, CpuDevice(), Ledger(0))
     stage.forward(0, torch.ones(64, WIDTH), [True], StepContext(autocast=torch.bfloat16))
     assert stage.ledger.totals["saved"] == ledger.totals["saved"]
+
+
+def test_anomalies_are_not_seen_where_there_are_none(all_are_large):
+    """Deterministic algorithms fill what is not written with NaN, which anomaly detection looks for."""
+    layers = [nn.Linear(WIDTH, WIDTH).double()]
+    torch.use_deterministic_algorithms(True)
+    try:
+        with torch.autograd.set_detect_anomaly(True):
+            by_stage(layers, batch(), split=False)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_stage_is_gone_with_its_last_reference(split, all_are_large):
+    layer = nn.Linear(WIDTH, WIDTH).double()
+    gone = weakref.ref(layer)
+    gc.collect()
+    gc.disable()
+    try:
+        by_stage([layer], batch(), split=split)
+        del layer
+        assert gone() is None
+    finally:
+        gc.enable()
