@@ -90,7 +90,7 @@ def _paced(lab: Lab, name: str, schedule: Schedule, forward_ms: float, repeats: 
 
     if name in TORCH_SCHEDULES:
         torchs = TorchPipeline(lab, plain, name, num_microbatches, pace=pace)
-        yield from beside(what, "ratio", *in_turns(2 * repeats, mine, theirs), paced=PACED)
+        yield from beside(what, "ratio", *in_turns(4 * repeats, mine, theirs), paced=PACED)
     else:
         yield figure(what, OURS + PACED, in_turns(repeats, mine)[0], "ratio")
 

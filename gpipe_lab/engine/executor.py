@@ -207,7 +207,7 @@ class Executor:
             self.job.step,
             objective=self._objective(op),
             segments=self._segments(op),
-            defer_weights=Op(Kind.W, op.stage, op.microbatch) in self.schedule.rank_of,
+            defer_weights=self._has(Kind.W, op),
         )
         self.ledger.release(entering.category, entering.held)
         if op.stage < self.schedule.num_stages - 1:
@@ -264,9 +264,14 @@ class Executor:
         m = op.microbatch
         return Objective(self.loss_fn, self.device.place(self.job.targets[m]), self.job.scales[m])
 
+    def _has(self, kind: Kind, op: Op) -> bool:
+        """Whether the schedule has such an operation for this stage and micro-batch."""
+        schedule = self.schedule
+        return kind in schedule.kinds and Op(kind, op.stage, op.microbatch) in schedule.rank_of
+
     def _segments(self, op: Op) -> list[range] | None:
         """How the schedule cuts this stage for this micro-batch, or None where nothing is recomputed."""
-        if Op(Kind.R, op.stage, op.microbatch) not in self.schedule.rank_of:
+        if not self._has(Kind.R, op):
             return None
         count = 1 + self.schedule.last_segment.get((op.stage, op.microbatch), 0)
         return segment_layers(len(self.stages[op.stage].layers), count, self.job.every)

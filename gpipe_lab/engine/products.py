@@ -1,9 +1,7 @@
 """Products of a model's weights whose backward keeps the weight's part apart.
 
-For y = W·x that part is dL/dW = g·xᵀ. Two nodes take it out of autograd's hands: a `_Product`, whose
-backward gives dL/dx and notes what dL/dW is made of, and ahead of it a `_Sink` that the weight comes
-through. Only a backward that goes on to the weight reaches the sink, so a layer that differentiates by
-itself with regard to its input leaves nothing behind.
+For y = W·x that part is dL/dW = g·xᵀ. In the stage's own backward it is left to an account; in any other, as
+when a layer differentiates by itself, it is given to whoever asks, and not computed where nobody does.
 """
 
 from __future__ import annotations
@@ -123,17 +121,6 @@ class WeightPart:
                 torch.addmm(total, *factors, out=total)
 
 
-@dataclass(slots=True)
-class _Use:
-    """One use of a weight; `part` is there from the product's backward until the sink's."""
-
-    rule: Rule
-    weight: torch.Tensor
-    account: Account | None
-    version: int
-    part: WeightPart | None = None
-
-
 def product(
     rule: Rule, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, account: Account | None
 ) -> torch.Tensor:
@@ -141,8 +128,7 @@ def product(
 
     Without an account it is autograd's as ever, but what is saved for the backward is the same.
     """
-    use = _Use(rule, weight, account, weight._version)
-    return _Product.apply(use, x, weight if account is None else _Sink.apply(use, weight), bias)
+    return _Product.apply(rule, account, x, weight, bias)
 
 
 def is_plain(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -173,55 +159,45 @@ def _is_hooked(weight: torch.Tensor) -> bool:
     return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
 
 
-class _Sink(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, use: _Use, weight: torch.Tensor) -> torch.Tensor:
-        ctx.use = use
-        return weight.detach()
-
-    @staticmethod
-    def backward(ctx: Any, blank: torch.Tensor) -> tuple[None, torch.Tensor | None]:
-        use: _Use = ctx.use
-        part, use.part = use.part, None
-        assert part is not None and use.account is not None, "the product's backward comes first"
-        if not use.account.is_open or _is_hooked(use.weight):
-            return None, part.compute()
-        use.account.owe(part)
-        return None, None
-
-
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, use: _Use, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        ctx: Any,
+        rule: Rule,
+        account: Account | None,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        ctx.use = use
+        ctx.rule, ctx.account = rule, account
+        ctx.weight, ctx.version = weight, weight._version  # the weight, not a copy of it
         ctx.save_for_backward(x)
-        return use.rule.output(x, weight, bias).data  # no view, which the next layer might not modify
+        return rule.output(x, weight, bias).data  # no view, which the next layer might not modify
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        use: _Use = ctx.use
-        (x,), weight = ctx.saved_tensors, use.weight
-        _, for_input, _, for_bias = ctx.needs_input_grad
+        rule, account, weight, (x,) = ctx.rule, ctx.account, ctx.weight, ctx.saved_tensors
+        _, _, for_input, _, for_bias = ctx.needs_input_grad
         if for_input:
-            require_unchanged(weight, use.version)
-        part = WeightPart(use.rule, gradient, x, weight)
-        if use.account is None:
-            of_weight = part.compute()
-        else:
-            use.part, of_weight = part, _blank(weight)
-        return (
-            None,
-            use.rule.for_input(gradient, x, weight) if for_input else None,
-            of_weight,
-            use.rule.for_bias(gradient) if for_bias else None,
-        )
+            require_unchanged(weight, ctx.version)
+        part = WeightPart(rule, gradient, x, weight)
+        with (
+            torch._C.DisableTorchFunction()
+        ):  # these are no layer's, and to pass them through a mode takes time
+            of_input = rule.for_input(gradient, x, weight) if for_input else None
+            of_bias = rule.for_bias(gradient) if for_bias else None
+            if account is None or not account.is_open or _is_hooked(weight):
+                return None, None, of_input, part.compute() if _is_wanted(weight) else None, of_bias
+            account.owe(part)
+            return None, None, of_input, None, of_bias
 
 
-def _blank(weight: torch.Tensor) -> torch.Tensor:
-    """What goes to the sink in place of a gradient: of its shape, and of no size."""
-    return torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
+def _is_wanted(weight: torch.Tensor) -> bool:
+    """Whether the backward that is running goes on to this leaf."""
+    try:
+        return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(weight).node)
+    except RuntimeError:  # how torch answers for a leaf that autograd.grad has been asked about
+        return True
 
 
 def _as_rows(x: torch.Tensor) -> torch.Tensor:
