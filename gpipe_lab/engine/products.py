@@ -134,8 +134,9 @@ def product(
 def is_plain(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether a product of these is as autograd has it: of tensors, and by a weight of the model.
 
-    A computed weight's gradient has further to go, and a hook may change it. Inside vmap, torch.func.grad and
-    torch.compile autograd works in other ways.
+    A computed weight's gradient has further to go, and a hook may change it (one on the node that accumulates
+    it cannot be seen, and is called with None). Inside vmap, torch.func.grad and torch.compile autograd works
+    in other ways.
     """
     return (
         weight.requires_grad
