@@ -400,6 +400,13 @@ def test_inputs_of_any_number_of_dimensions(shape, split, all_are_large):
         assert torch.allclose(mine, theirs, rtol=1e-12)
 
 
+def test_a_compiled_layer(all_are_large):
+    layer = nn.Linear(WIDTH, WIDTH).double()
+    mine = [g.clone() for g in by_stage([torch.compile(layer, backend="eager")], batch(), split=False)]
+    layer.zero_grad()
+    assert_same(mine, by_autograd([layer], batch()))
+
+
 @pytest.mark.parametrize("split", [False, True])
 def test_complex_weights(split, all_are_large):
     layers = [nn.Linear(WIDTH, WIDTH, dtype=torch.complex128) for _ in range(2)]
