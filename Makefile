@@ -15,7 +15,7 @@ JUPYTER_FLAGS ?= $(if $(filter 0,$(shell id -u)),--allow-root)
 lab: $(READY)
 	$(BIN)/jupyter lab notebooks/00_*.ipynb $(JUPYTER_FLAGS)
 
-# What measures time or looks at processes runs alone; the rest runs two at a time, chapters, which often wait, three.
+# What holds a time runs alone; the rest runs two at a time, chapters, which often wait, three.
 test: $(READY)
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not alone" tests
 	$(BIN)/python -m pytest -q -m "alone and not slow" tests

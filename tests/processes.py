@@ -5,7 +5,7 @@ import time
 import psutil
 
 
-def still_running(processes, limit_s=10.0):
+def still_running(processes, limit_s=3.0):
     """Which processes have not ended in time; one that only waits for its parent to notice has."""
     deadline = time.monotonic() + limit_s
     running = list(processes)

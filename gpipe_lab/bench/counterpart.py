@@ -102,25 +102,24 @@ class _Rank:
         for stage in self.stages:  # a training step starts without gradients, here as there
             stage.submod.zero_grad()
             stage.times.clear()
+        args = (x,) if self.rank == 0 else ()
+        target = x if self.rank == self.home[-1] else None
         ledger = Ledger(self.rank)
         ledger.hold("parameters", [p for stage in self.stages for p in stage.submod.parameters()])
         weights = ledger.total
         dist.barrier()
         with ledger.saving("saved"):
-            self.schedule.step(*[x] * (self.rank == 0), target=x if self.rank == self.home[-1] else None)
+            self.schedule.step(*args, target=target)
         times = [timed for stage in self.stages for timed in stage.times]
         return sorted(times, key=lambda timed: timed[1]), ledger.highest - weights
 
 
-_kept: dict[str, _Rank] = {}  # on a worker: what the next step runs
-
-
 def _set_up(context: RankContext, *args: Any) -> None:
-    _kept["torch"] = _Rank(context, *args)
+    context.state["torch's pipeline"] = _Rank(context, *args)
 
 
 def _step(context: RankContext, x: torch.Tensor) -> tuple[list[Timed], int]:
-    return _kept["torch"].step(x)
+    return context.state["torch's pipeline"].step(x)
 
 
 def _home(name: str, num_ranks: int, num_microbatches: int) -> tuple[int, ...]:
@@ -143,6 +142,7 @@ class TorchPipeline:
         self.lab = lab
         self.schedule = schedule
         self.num_microbatches = num_microbatches
+        self.home = _home(schedule, lab.num_ranks, num_microbatches)
         self.source = MEASURED if pace is None else PACED
         lab.launch(_set_up, stages, schedule, num_microbatches, pace)
 
@@ -158,9 +158,8 @@ class TorchPipeline:
             for rank, row in enumerate(rows)
             for op, start, end in row
         )
-        home = _home(self.schedule, self.lab.num_ranks, self.num_microbatches)
         ops = tuple(tuple(op for op, _, _ in row) for row in rows)
-        order = Schedule(f"torch's {self.schedule}", self.num_microbatches, home, ops)
+        order = Schedule(f"torch's {self.schedule}", self.num_microbatches, self.home, ops)
         return Trace(events, self.source, order, device=self.lab.device_plan.label), max(peaks)
 
 

@@ -102,6 +102,11 @@ class AtOnce(Account):
         part.add()
 
 
+def at_once(weights: Sequence[torch.Tensor]) -> AtOnce | None:
+    """For a stage with these weights; None where none is large, so that its layers run as they are."""
+    return AtOnce() if any(weight.numel() >= LARGE for weight in weights) else None
+
+
 def weights_of_products(layers: nn.Module) -> list[nn.Parameter]:
     """The trained weights that enter products: no vectors, which take none, and no tables to look up in."""
     tables = (nn.Embedding, nn.EmbeddingBag)

@@ -15,7 +15,7 @@ from .buffers import Changes, Earlier, as_before
 from .entry import Entry, enter, tell_of_changes
 from .ledger import Ledger
 from .seeding import layer_seed
-from .split import LARGE, Account, AtOnce, Deferred, weights_of_products
+from .split import Account, Deferred, at_once, weights_of_products
 from .streams import Device
 from .tree import Tree, map_tensors, tensors
 
@@ -101,7 +101,7 @@ class Stage:
         self._trains = {module: module.training for module in self.layers.modules()}  # as they were given
         self.unsplit: set[torch.Tensor] = set()  # weights that a split backward did not leave to its W
         self._products = weights_of_products(self.layers)
-        self._at_once = AtOnce() if any(w.numel() >= LARGE for w in self._products) else None
+        self._at_once = at_once(self._products)
         self._held: dict[int, Held] = {}
         self._has_trained = self._trains_any()
         self._anchor = torch.empty(0, requires_grad=True, device=device.torch_device)
@@ -179,19 +179,20 @@ class Stage:
             elif incoming and (gradient := incoming[takes]) is not None:  # [] from a loss that does not count
                 edges.append(edge)
                 given.append(gradient)
-        without = [w for w in self._products if w.grad is None]
+        deferred = held.account if isinstance(held.account, Deferred) else None
+        without = [] if deferred is None else [w for w in self._products if w.grad is None]
         if edges:
             roots = [edge.node for edge in edges]
             with nullcontext() if held.account is None else held.account.collecting(roots):
                 torch.autograd.backward(edges, given)
-        if isinstance(held.account, Deferred):
-            self.unsplit |= {w for w in without if w.grad is not None} - held.account.weights()
+        if deferred is not None:
+            self.unsplit |= {w for w in without if w.grad is not None} - deferred.weights()
         held.gradients = [] if graph.entry is None else graph.entry.gradients
         if graph.entry is not None and held.objective is not None and held.objective.scale == 0.0:
             held.gradients = graph.entry.filled()
         _, keys = held.boundaries.pop(segment, (None, []))
         self.ledger.release("boundary", keys)
-        if segment == 0 and not isinstance(held.account, Deferred):
+        if segment == 0 and deferred is None:
             del self._held[microbatch]
         return held.gradients
 

@@ -165,7 +165,7 @@ def test_restart_leaves_no_process(notebook, folder):
     family = family_at_work(notebook)
     notebook.client.stop_channels()
     notebook.manager.restart_kernel(now=True)
-    assert still_running(family) == []
+    assert still_running(family, 5) == []
     assert_no_file_is_left(folder)
     notebook.connect()
     text, error = notebook.run(SETUP)
@@ -175,7 +175,7 @@ def test_restart_leaves_no_process(notebook, folder):
 def test_a_killed_kernel_leaves_no_process(notebook, folder):
     family = family_at_work(notebook)
     os.kill(notebook.pid, signal.SIGKILL)
-    assert still_running(family) == []
+    assert still_running(family, 5) == []
     assert_no_file_is_left(folder)
 
 

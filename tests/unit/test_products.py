@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from gpipe_lab.engine import split as splitting
-from gpipe_lab.engine import stage as staging
 from gpipe_lab.engine.ledger import Ledger
 from gpipe_lab.engine.stage import Stage, StepContext
 from gpipe_lab.engine.streams import CpuDevice
@@ -331,8 +330,7 @@ LAYERS = {
 
 @pytest.fixture
 def all_are_large(monkeypatch):
-    for module in (splitting, staging):
-        monkeypatch.setattr(module, "LARGE", 1)
+    monkeypatch.setattr(splitting, "LARGE", 1)
 
 
 def batch(shape=(2, 4, WIDTH), dtype=torch.float64):

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from gpipe_lab.bench.record import markdown, read
+from gpipe_lab.bench.record import LONGER, markdown, read
 from gpipe_lab.course.grade import CRASHED, MISSING, SYNTAX, TIMED_OUT, UNREADABLE
 from gpipe_lab.course.grading import FAILED, NOT_DONE, PASSED
 
@@ -37,6 +37,11 @@ def test_every_row_of_the_measured_table_is_the_records():
     assert record[0] in TEXT
     table = TEXT[TEXT.index(record[0]) :].split("\n\n")[0].splitlines()
     assert len(table) > 20 and [row for row in table if row not in record] == []
+
+
+def test_the_record_has_torch_take_longer_in_every_row():
+    ratios = [f for f in read(ROOT / "data" / "runs" / "bench_cpu.csv") if f.engine == LONGER]
+    assert len(ratios) == 21 and [f.what for f in ratios if f.value <= 1] == []
 
 
 def test_no_placeholder_is_left():
