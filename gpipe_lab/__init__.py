@@ -8,9 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from .plan.dualpipe import dualpipe_v
 from .plan.errors import InputError, ScheduleError
-from .plan.interleaved import interleaved
 from .plan.lowering import lower
 from .plan.memory import (
     MemoryReport,
@@ -22,13 +20,23 @@ from .plan.memory import (
 )
 from .plan.ops import Kind, Op
 from .plan.recompute import with_recompute
-from .plan.replicate import replicate
 from .plan.schedule import Schedule, dependencies
-from .plan.schedules import SCHEDULES, forward_only, gpipe, naive, one_f_one_b
+from .plan.schedules import (
+    SCHEDULES,
+    dualpipe_v,
+    forward_only,
+    gpipe,
+    interleaved,
+    naive,
+    one_f_one_b,
+    replicate,
+    zero_bubble_h1,
+    zero_bubble_h2,
+    zero_bubble_v,
+)
 from .plan.simulate import Costs, costs_of, replay, simulate
 from .plan.trace import Event, Trace
 from .plan.validate import validate
-from .plan.zero_bubble import zero_bubble_h1, zero_bubble_h2, zero_bubble_v
 
 __version__ = "0.1.0"
 
@@ -40,15 +48,15 @@ _LAZY: dict[str, str] = {
     "PipelineLost": "gpipe_lab.lab.failures",
     "RankFailed": "gpipe_lab.lab.failures",
     "RunStopped": "gpipe_lab.lab.failures",
-    "critical_path": "gpipe_lab.plan.critical_path",
-    "search": "gpipe_lab.plan.search",
-    "take_apart": "gpipe_lab.plan.bubble",
+    "critical_path": "gpipe_lab.plan.analysis",
+    "search": "gpipe_lab.planner.search",
+    "take_apart": "gpipe_lab.plan.analysis",
     **dict.fromkeys(("from_csv", "to_csv"), "gpipe_lab.plan.torch_csv"),
-    "batch": "gpipe_lab.engine.corpus",
-    "corpus": "gpipe_lab.engine.corpus",
-    "gpt": "gpipe_lab.engine.layers",
+    "batch": "gpipe_lab.engine.models",
+    "corpus": "gpipe_lab.engine.models",
+    "gpt": "gpipe_lab.engine.models",
     "load_weights": "gpipe_lab.engine.saving",
-    "next_token_loss": "gpipe_lab.engine.layers",
+    "next_token_loss": "gpipe_lab.engine.models",
     **dict.fromkeys(("check", "hint", "solution"), "gpipe_lab.course.grading"),
     **dict.fromkeys(("claim", "claims"), "gpipe_lab.course.claims"),
     "claims_table": "gpipe_lab.course.chapters",
@@ -64,18 +72,18 @@ _LAZY: dict[str, str] = {
     **dict.fromkeys(("alt_text", "show"), "gpipe_lab.view.picture"),
     **dict.fromkeys(("explain_error", "summary_table"), "gpipe_lab.view.tables"),
     **dict.fromkeys(("plot_published", "published"), "gpipe_lab.view.published"),
-    **dict.fromkeys(("estimate", "propose"), "gpipe_lab.plan.planner"),
-    **dict.fromkeys(("DEVICES", "MODELS"), "gpipe_lab.plan.catalogue"),
-    **dict.fromkeys(("Device", "Model", "Precision"), "gpipe_lab.plan.models"),
-    "Plan": "gpipe_lab.plan.costing",
-    "Plans": "gpipe_lab.plan.choosing",
+    **dict.fromkeys(("estimate", "propose"), "gpipe_lab.planner.choose"),
+    **dict.fromkeys(("DEVICES", "MODELS"), "gpipe_lab.planner.models"),
+    **dict.fromkeys(("Device", "Model", "Precision"), "gpipe_lab.planner.models"),
+    "Plan": "gpipe_lab.planner.costs",
+    "Plans": "gpipe_lab.planner.choose",
     "report": "gpipe_lab.reporting",
     "this_machine": "gpipe_lab.lab.machine",
     **dict.fromkeys(("Explorer", "explore"), "gpipe_lab.view.explorer"),
     **dict.fromkeys(("bubble_table", "plot_bubble"), "gpipe_lab.view.apart"),
     **dict.fromkeys(("plot_race", "race_table"), "gpipe_lab.view.race"),
     "state_in_words": "gpipe_lab.view.moment",
-    **dict.fromkeys(("estimated_peak", "lay_out", "tune"), "gpipe_lab.plan.tuner"),
+    **dict.fromkeys(("estimated_peak", "lay_out", "tune"), "gpipe_lab.planner.choose"),
     "Dials": "gpipe_lab.view.dials",
     "plot_bubble_curve": "gpipe_lab.view.curves",
     **dict.fromkeys(("Calculator", "share_table"), "gpipe_lab.view.calculator"),
@@ -91,7 +99,7 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in ("Lab", "report", "this_machine"):  # what makes workers imports torch while this process does
-        import_module("gpipe_lab.lab.processes").start_forkserver()
+        import_module("gpipe_lab.lab.workers").start_forkserver()
     value = getattr(import_module(_LAZY[name]), name)
     globals()[name] = value
     return value

@@ -10,21 +10,19 @@ from typing import Any
 
 from .course.doctor import available_cores
 from .course.loops import track
+from .engine.batch import Tree, batch_size, split, tensors
 from .engine.loss import LossFn
-from .engine.microbatch import batch_size, split
 from .engine.pace import Pace
 from .engine.profile import Profile
-from .engine.tree import Tree, tensors
 from .lab.failures import RankFailed
 from .lab.lab import Lab
-from .lab.prepare import named_layers
 from .lab.run import Run
-from .plan.choosing import CHECKPOINTS, SCHEDULES, Plans, choose
-from .plan.costing import Plan, Setting
+from .lab.step import named_layers
 from .plan.errors import require, require_count
-from .plan.layer_costs import Layer
-from .plan.models import Precision
 from .plan.units import parse_bytes
+from .planner.choose import CHECKPOINTS, PROPOSED, Plans, choose
+from .planner.costs import Layer, Plan, Setting
+from .planner.models import Precision
 from .view.report_page import Report, report_html
 
 PER_BYTE = Precision(parameter_bytes=1, gradient_bytes=1, optimizer_bytes=0)  # layers counted in bytes
@@ -40,7 +38,7 @@ def report(
     num_ranks: int = 2,
     path: str | Path = "report.html",
     microbatch_sizes: Sequence[int] | None = None,
-    schedules: Sequence[str] = SCHEDULES,
+    schedules: Sequence[str] = PROPOSED,
     checkpoints: Sequence[str] = CHECKPOINTS,
     device: str = "auto",
     seed: int = 0,

@@ -21,9 +21,9 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
+from ..engine.device import now_ms
 from ..engine.ledger import Ledger
 from ..engine.pace import Pace
-from ..engine.streams import now_ms
 from ..lab.lab import Lab
 from ..lab.worker import RankContext
 from ..plan.ops import Kind, Op

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..engine.device import now_ms
 from ..engine.pace import Pace
-from ..engine.streams import now_ms
 from ..lab.lab import Lab
 from ..lab.run import Run
 from ..lab.worker import RankContext

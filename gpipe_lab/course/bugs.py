@@ -159,7 +159,7 @@ def batch(rows: int, seed: int = 0) -> tuple[Any, Any]:
 
 
 def _split(x: Any, num_microbatches: int) -> Any:
-    from ..engine.microbatch import split
+    from ..engine.batch import split
 
     return split(x, num_microbatches)
 

@@ -16,8 +16,8 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..plan import traffic
 from ..plan.schedules import one_f_one_b
+from ..planner import traffic
 from .workload import LENGTH, NUM_BLOCKS, WIDTH, tiny_batch, tiny_gpt
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ FORMULAS: dict[str, Callable[[float, float, int], float]] = {
 
 def torch_traffic(lab: Lab, method: str, rows: int = ROWS) -> Traffic:
     """One step of a method of torch's own."""
-    from ..engine.layers import next_token_loss
+    from ..engine.models import next_token_loss
     from .methods import step_of_method
 
     steps = lab.launch(step_of_method, method, tiny_gpt(), *tiny_batch(rows), next_token_loss)
@@ -77,7 +77,7 @@ def torch_traffic(lab: Lab, method: str, rows: int = ROWS) -> Traffic:
 
 def pipeline_traffic(lab: Lab, rows: int = ROWS, num_microbatches: int = NUM_MICROBATCHES) -> Traffic:
     """One step of this engine's pipeline, one stage a rank."""
-    from ..engine.layers import next_token_loss
+    from ..engine.models import next_token_loss
 
     schedule = one_f_one_b(lab.num_ranks, num_microbatches)
     inputs, targets = tiny_batch(rows)

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..plan import traffic
 from ..plan.errors import require
+from ..planner import traffic
 
 # torch's own names, old and functional, of the collectives that training uses.
 KINDS = {

@@ -58,7 +58,7 @@ def doctor(num_ranks: int = 4, device: str = "auto", *, contention: bool = False
     """
     from importlib.metadata import version
 
-    from ..engine.devices import num_gpus, plan_devices
+    from ..engine.device import num_gpus, plan_devices
 
     plan = plan_devices(num_ranks, device)
     cores = available_cores()

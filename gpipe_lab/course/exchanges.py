@@ -28,9 +28,9 @@ def play(lab: Lab, schedule: Schedule, *, hangs_after_s: float = HANGS_AFTER_S) 
 
 def play_rank(context: RankContext, schedule: Schedule) -> Received:
     """A job: this rank's row of the schedule."""
-    from ..engine.links import Incoming, Links
-    from ..engine.message import pack
-    from ..engine.streams import CpuDevice
+    from ..engine.device import CpuDevice
+    from ..engine.messages import pack
+    from ..engine.transport import Incoming, Links
 
     links = Links(CpuDevice(), strict=True)
     incoming: dict[Op, Incoming] = {}

@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from ..engine.layers import Block
 from ..engine.ledger import Ledger
 from ..engine.loss import LossFn
+from ..engine.models import Block
 from ..lab.worker import RankContext
 from ..plan.errors import require
 from .collectives import Collective, CountCollectives, ring_bytes, wire_bytes_sent

@@ -19,8 +19,7 @@ def tiny_gpt(
     num_blocks: int = NUM_BLOCKS, *, width: int = WIDTH, dropout: float = 0.0
 ) -> list[Callable[[], nn.Module]]:
     """The course's GPT: embedding, blocks, head, as factories that build each layer on its rank."""
-    from ..engine.corpus import VOCABULARY
-    from ..engine.layers import gpt
+    from ..engine.models import VOCABULARY, gpt
 
     return gpt(
         num_blocks, width=width, num_heads=NUM_HEADS, vocabulary=VOCABULARY, length=LENGTH, dropout=dropout
@@ -29,6 +28,6 @@ def tiny_gpt(
 
 def tiny_batch(rows: int, step: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """(inputs, targets), each (rows, 32) characters of the Python standard library's sources."""
-    from ..engine.corpus import batch, corpus
+    from ..engine.models import batch, corpus
 
     return batch(corpus(), step, rows=rows, length=LENGTH)

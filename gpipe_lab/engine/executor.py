@@ -15,16 +15,15 @@ from ..plan.memory import MemoryRow
 from ..plan.ops import COMPUTE, RECEIVES, SENDS, Kind, Op
 from ..plan.schedule import Schedule, dependencies, send_of
 from ..plan.trace import COMPUTE_LANE, Event
+from .batch import Tree, map_tensors, tensors
+from .device import Device, now_ms
 from .gradients import GradientBook
 from .ledger import Ledger
-from .links import Links
-from .mailbox import Agreements, Board, Mailbox, Value
+from .mailbox import Agreements, Board, Mailbox, Tracer, Value
 from .pace import Pace
+from .profile import label
 from .stage import Objective, Stage, StepContext
-from .streams import Device, now_ms
-from .torch_profile import label
-from .tracer import Tracer
-from .tree import Tree, map_tensors, tensors
+from .transport import Links
 
 Handler = Callable[[Op], None]
 

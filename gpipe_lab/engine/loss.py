@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from ..plan.errors import require
-from .tree import Tree, tensors
+from .batch import Tree, tensors
 
 LossFn = Callable[[Any, Any], torch.Tensor]
 IGNORED_BY_DEFAULT = -100  # torch's default ignore_index

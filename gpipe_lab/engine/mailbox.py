@@ -2,18 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ..plan.ops import SENDS, TRANSFERS, Kind, Op
 from ..plan.schedule import Schedule, peer
-from ..plan.trace import COMM_LANE, WAIT_LANE
+from ..plan.trace import COMM_LANE, WAIT_LANE, Event
+from .batch import Tree
+from .device import Device
 from .ledger import Ledger
-from .links import Incoming, Links, Sent, tag_of
-from .message import Message, MessageMeta, pack
-from .tracer import Tracer
-from .tree import Tree
+from .messages import Message, MessageMeta, pack
+from .transport import Incoming, Links, Sent, tag_of
+
+
+@dataclass
+class Tracer:
+    """Collects (lane, operation, start stamp, end stamp) and turns them into events on the host's clock."""
+
+    rank: int
+    device: Device
+    _records: list[tuple[str, Op, Any, Any]] = field(default_factory=list)
+
+    @contextmanager
+    def record(self, lane: str, op: Op) -> Iterator[None]:
+        start = self.device.stamp()
+        yield
+        self.add(lane, op, start, self.device.stamp())
+
+    def add(self, lane: str, op: Op, start: Any, end: Any) -> None:
+        self._records.append((lane, op, start, end))
+
+    def events(self) -> list[Event]:
+        """Everything recorded, in ms of the host's monotonic clock."""
+        starts = self.device.times([start for _, _, start, _ in self._records])
+        ends = self.device.times([end for *_, end in self._records])
+        return [
+            Event(self.rank, lane, op, start, end)
+            for (lane, op, _, _), start, end in zip(self._records, starts, ends, strict=True)
+        ]
 
 
 class Board(Protocol):

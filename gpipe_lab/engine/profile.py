@@ -2,28 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..plan.errors import require
 from ..plan.memory import peak_in_flight
+from ..plan.ops import Op
 from ..plan.partition import balanced, min_max
 from ..plan.schedule import Schedule
+from .batch import Tree, tensors
+from .device import Device, now_ms
+from .layer_state import init_seed
 from .ledger import Ledger
-from .seeding import init_seed
 from .stage import Objective, Stage, StepContext
-from .streams import Device, now_ms
-from .tree import Tree, tensors
 
 if TYPE_CHECKING:
     import pandas
+
+
+def label(op: Op) -> str:
+    """What an operation is called in a profile, as "F stage 2 micro-batch 0".
+
+    >>> from gpipe_lab.plan.ops import Kind
+    >>> label(Op(Kind.R, 2, 0, 1))
+    'R stage 2 micro-batch 0 segment 1'
+    """
+    segment = f" segment {op.segment}" if op.segment else ""
+    return f"{op.kind.value} stage {op.stage} micro-batch {op.microbatch}{segment}"
+
+
+@dataclass
+class Recording:
+    """The profile of what ran inside `recorded`: JSON in the Chrome trace event format, once it has ended."""
+
+    content: bytes = b""
+
+
+@contextmanager
+def recorded(is_wanted: bool, scratch: str) -> Iterator[Recording]:
+    """Profile what runs inside, if it is wanted. `scratch` is a folder for a file that is gone afterwards."""
+    recording = Recording()
+    if not is_wanted:
+        yield recording
+        return
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities, acc_events=True) as profiler:
+        yield recording
+    with tempfile.TemporaryDirectory(dir=scratch) as folder:
+        path = os.path.join(folder, "profile.json")
+        profiler.export_chrome_trace(path)
+        with open(path, "rb") as file:
+            recording.content = file.read()
+
 
 CRITERIA = ("parameters", "flops", "time", "memory")
 REPEATS = 5

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ..plan.errors import require
-from .pipeline import RankPipeline
+from .rank_pipeline import RankPipeline
 
 Route = tuple[str, ...]  # where an entry is in the tree: ("optimizer", "0.weight", "exp_avg")
 NOT_SETTINGS = ("params", "param_names")  # of an optimizer's group: which parameters, not how they move

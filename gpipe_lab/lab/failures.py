@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
-from ..engine.failures import PeerLost
+from ..engine.messages import PeerLost
 from ..plan.errors import InputError
 from ..plan.ops import WORDS, Kind, Op
 from .pickling import dumps

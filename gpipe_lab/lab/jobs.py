@@ -8,17 +8,16 @@ from typing import Any
 
 import torch
 
+from ..engine.batch import Tree
+from ..engine.device import Device, open_device
 from ..engine.executor import RankResult, StepJob
-from ..engine.links import Links, open_links
 from ..engine.loss import LossFn
-from ..engine.pipeline import Layer, PipelineSpec, RankPipeline
-from ..engine.profile import Profile, profile_layers
+from ..engine.profile import Profile, profile_layers, recorded
+from ..engine.rank_pipeline import Layer, PipelineSpec, RankPipeline
 from ..engine.saving import load_state as read_state
 from ..engine.saving import save_state as write_state
 from ..engine.stage import Objective
-from ..engine.streams import Device, open_device
-from ..engine.torch_profile import recorded
-from ..engine.tree import Tree
+from ..engine.transport import Links, open_links
 from .worker import RankContext
 
 

@@ -9,21 +9,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ..engine.devices import DevicePlan, plan_devices
+from ..engine.batch import Tree
+from ..engine.device import DevicePlan, plan_devices
 from ..engine.loss import LossFn
 from ..engine.pace import Pace
 from ..engine.profile import Profile
-from ..engine.tree import Tree
 from ..plan.errors import require, require_count
 from ..plan.schedule import Schedule
 from ..plan.units import parse_bytes
 from .once import LossOptions, profile_model, run_once
 from .pipeline import Pipeline
-from .pool import OnMessage, OnOutput, WorkerPool, print_tagged
-from .prepare import MakeSchedule, Partition, Ties
-from .processes import start_forkserver
-from .role import may_have_labs
 from .run import Run
+from .step import MakeSchedule, Partition, Ties
+from .worker import may_have_labs
+from .workers import OnMessage, OnOutput, WorkerPool, print_tagged, start_forkserver
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from ..plan.models import Device
+from ..planner.models import Device
 from .lab import Lab
 
 if TYPE_CHECKING:

@@ -8,20 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..engine.batch import Tree, split
 from ..engine.loss import LossFn, read_loss
-from ..engine.microbatch import split
 from ..engine.pace import Pace
 from ..engine.profile import CRITERIA, Profile
 from ..engine.stage import StepContext
-from ..engine.tree import Tree
 from ..plan.errors import require, require_count
-from ..plan.replicate import replicate
 from ..plan.schedule import Schedule
+from ..plan.schedules import replicate
 from ..plan.units import parse_bytes
 from . import jobs
 from .failures import as_input_errors
-from .prepare import MakeSchedule, Partition, Plan, Ties, cut, made, named_layers, plan_step, read_spec
 from .run import Run, assemble, middle
+from .step import MakeSchedule, Partition, Plan, Ties, cut, made, named_layers, plan_step, read_spec
 
 if TYPE_CHECKING:
     from .lab import Lab

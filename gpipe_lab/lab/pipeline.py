@@ -15,21 +15,32 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..engine.batch import Tree
 from ..engine.pace import Pace
-from ..engine.pipeline import steps_alone
+from ..engine.rank_pipeline import steps_alone
 from ..engine.saving import latest_save
 from ..engine.stage import StepContext
-from ..engine.tree import Tree
 from ..plan.errors import require, require_count
-from ..plan.replicate import replicate
 from ..plan.schedule import Schedule
-from ..plan.schedules import forward_only
+from ..plan.schedules import forward_only, replicate
 from ..plan.units import parse_bytes
-from . import jobs, whole
+from . import jobs
 from .failures import PipelineLost, as_input_errors
 from .once import LossOptions, assemble_step, require_pace_if_shared, sweep
-from .prepare import MakeSchedule, Partition, Plan, Ties, cut, made, plan_step, read_spec
 from .run import Run
+from .step import (
+    MakeSchedule,
+    Partition,
+    Plan,
+    Ties,
+    cut,
+    joined,
+    made,
+    parts_of,
+    plan_step,
+    read_spec,
+    require_fitting,
+)
 
 if TYPE_CHECKING:
     from .lab import Lab
@@ -189,18 +200,18 @@ class Pipeline:
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Whole-model parameter names to accumulated gradients, on the CPU."""
-        return whole.joined(self._stages, self._call(jobs.gradients))
+        return joined(self._stages, self._call(jobs.gradients))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The whole model's weights and buffers, on the CPU, as `nn.Sequential.state_dict` names them."""
-        return whole.joined(self._stages, self._ask("state_dict"))
+        return joined(self._stages, self._ask("state_dict"))
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Set the weights and buffers; brings back a pipeline that was lost, with a new optimizer."""
         if self._is_lost:
             self._build()
-        whole.require_fitting(state, whole.joined(self._stages, self._ask("shapes")))
-        parts = whole.parts(self._stages, self.stage_to_rank, state)
+        require_fitting(state, joined(self._stages, self._ask("shapes")))
+        parts = parts_of(self._stages, self.stage_to_rank, state)
         self._call(jobs.ask, [("load_state_dict", part) for part in parts] * self.num_replicas)
 
     def save(self, path: str | Path) -> Path:

@@ -6,7 +6,7 @@ import atexit
 import os
 import shutil
 
-from .processes import SCRATCH_VARIABLE
+from .workers import SCRATCH_VARIABLE
 
 
 def _remove(scratch: str, owner: int) -> None:

@@ -22,12 +22,25 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from ..engine.devices import DevicePlan
-from .board import RankBoard
+from ..engine.device import DevicePlan
+from .board import ASK_STACK, RankBoard, main_thread_stack
 from .failures import Failure
 from .pickling import dumps
-from .role import mark_as_rank
-from .watchdog import ASK_STACK, main_thread_stack
+
+_is_rank = False
+
+
+def mark_as_rank() -> None:
+    """Called in a worker: it makes no labs, and other processes it may."""
+    global _is_rank
+    _is_rank = True
+    vars(multiprocessing.current_process())["_config"]["daemon"] = False
+
+
+def may_have_labs() -> bool:
+    """Whether labs can be made in this process: not in a rank, nor in what ends without notice."""
+    return not (_is_rank or multiprocessing.current_process().daemon)
+
 
 # The driver sees every death itself, so a transfer may take as long as a slow step or a breakpoint needs.
 GROUP_TIMEOUT = timedelta(hours=12)

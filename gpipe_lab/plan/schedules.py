@@ -1,16 +1,52 @@
-"""The schedules themselves. Each is a few lines that say which operations a rank runs in which order."""
+"""The schedules. Each is a few lines that say which operations a rank runs in which order."""
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from .build import alternate, build, check_counts, each, loop_placement
-from .dualpipe import dualpipe_v
-from .errors import require
-from .interleaved import interleaved
+from .errors import require, require_count
 from .ops import Kind, Op
 from .schedule import Schedule
-from .zero_bubble import zero_bubble_h1, zero_bubble_h2, zero_bubble_v
+
+
+def check_counts(constructor: str, **counts: int) -> None:
+    """Raise `InputError` unless every count is a whole number of at least 1."""
+    call = f"{constructor}({', '.join(counts)})"
+    for name, count in counts.items():
+        require_count(count, name, where=call)
+
+
+def build(
+    name: str, num_microbatches: int, stage_to_rank: Sequence[int], row: Callable[[int], list[Op]]
+) -> Schedule:
+    """The schedule whose rank k runs row(k)."""
+    place = tuple(int(rank) for rank in stage_to_rank)
+    ops = tuple(tuple(row(rank)) for rank in range(1 + max(place)))
+    return Schedule(name, int(num_microbatches), place, ops)
+
+
+def loop_placement(num_ranks: int, num_chunks: int = 1) -> tuple[int, ...]:
+    """Stage s on rank s mod P: the stages go round the ranks `num_chunks` times."""
+    return tuple(range(num_ranks)) * num_chunks
+
+
+def v_placement(num_ranks: int) -> tuple[int, ...]:
+    """Two stages a rank, down the ranks and up again: the first and the last stage share rank 0."""
+    return (*range(num_ranks), *reversed(range(num_ranks)))
+
+
+def each(kind: Kind, stage: int, num_microbatches: int) -> list[Op]:
+    """One operation of a stage for every micro-batch, in order."""
+    return [Op(kind, stage, m) for m in range(num_microbatches)]
+
+
+def alternate(forwards: list[Op], backwards: list[Op], num_warmup: int) -> list[Op]:
+    """Warmup: `num_warmup` forwards. Steady: one forward, one backward. Cooldown: the backwards left."""
+    warmup, rest = forwards[:num_warmup], forwards[num_warmup:]
+    steady = [op for pair in zip(rest, backwards, strict=False) for op in pair]
+    return warmup + steady + backwards[len(rest) :]
 
 
 def forward_only(
@@ -79,6 +115,194 @@ def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
         return alternate(forwards, backwards, num_warmup=num_stages - 1 - stage)
 
     return build("one_f_one_b", num_microbatches, loop_placement(num_stages), row)
+
+
+def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
+    """Interleaved 1F1B: `num_chunks` stages on each rank (Megatron-LM, arXiv 2104.04473 §2.2.2).
+
+    Stage s is on rank s mod P. Micro-batches go in groups of P: a rank runs a whole group through one of
+    its stages, then through its next; so M is a multiple of P. Between warmup and cooldown one forward
+    and one backward alternate, as in 1F1B. The bubble *time* falls by the number of chunks v, the bubble
+    fraction is (P-1)/(vM+P-1); a step sends 2M(vP-1) messages, and for M > P rank 0 holds 1+(P-1)/(Pv)
+    times what 1F1B holds. One chunk is 1F1B with a deeper warmup. Raises `InputError` for other M.
+    """
+    check_counts("interleaved", num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=num_chunks)
+    multiple = num_ranks * -(-num_microbatches // num_ranks)
+    require(
+        num_microbatches % num_ranks == 0,
+        "interleaved runs micro-batches in groups of P: num_microbatches is a multiple of num_ranks",
+        got=f"num_microbatches={num_microbatches}, num_ranks={num_ranks}",
+        where="interleaved(num_ranks, num_microbatches, num_chunks)",
+        remedy=f"num_microbatches={multiple}",
+    )
+
+    def order(kind: Kind, rank: int) -> list[Op]:
+        """The rank's operations of one kind: group by group, forwards first stage first, backwards last."""
+        chunks = range(num_chunks) if kind is Kind.F else reversed(range(num_chunks))
+        stages = [chunk * num_ranks + rank for chunk in chunks]
+        groups = range(0, num_microbatches, num_ranks)
+        return [Op(kind, s, first + i) for first in groups for s in stages for i in range(num_ranks)]
+
+    def row(rank: int) -> list[Op]:
+        num_warmup = (num_chunks - 1) * num_ranks + 2 * (num_ranks - 1 - rank)
+        return alternate(order(Kind.F, rank), order(Kind.B, rank), num_warmup)
+
+    return build("interleaved", num_microbatches, loop_placement(num_ranks, num_chunks), row)
+
+
+def zero_bubble_h1(num_stages: int, num_microbatches: int) -> Schedule:
+    """1F1B with its W's put off, at 1F1B's peak memory (Zero Bubble §2.1, ZB-H1).
+
+    Stage k warms up with P-1-k forwards and holds back up to k W's, so every stage holds min(P, M)
+    micro-batches at its peak. Bubble time for M ≥ P: (P-1)(F+I-W) where W is the shortest of the three.
+    """
+    return _handcrafted("zero_bubble_h1", num_stages, num_microbatches, depth=1)
+
+
+def zero_bubble_h2(num_stages: int, num_microbatches: int) -> Schedule:
+    """Twice the warmup and twice the W's held back (Zero Bubble §2.2, ZB-H2).
+
+    Every stage holds min(2P-1, M) micro-batches at its peak. For M ≥ 2P-1, from a rank's first operation
+    to its last, the longest bubble is (P-1)(F+I-2W), and none where F = I = W: all ranks work without a
+    pause, each starting one F after the one before it. The makespan on one clock adds that start.
+    """
+    return _handcrafted("zero_bubble_h2", num_stages, num_microbatches, depth=2)
+
+
+def _handcrafted(name: str, num_stages: int, num_microbatches: int, depth: int) -> Schedule:
+    check_counts(name, num_stages=num_stages, num_microbatches=num_microbatches)
+
+    def row(stage: int) -> list[Op]:
+        forwards = each(Kind.F, stage, num_microbatches)
+        inputs = each(Kind.I, stage, num_microbatches)
+        order = alternate(forwards, inputs, num_warmup=depth * (num_stages - 1 - stage))
+        return _with_weights(order, held_back=depth * stage)
+
+    return build(name, num_microbatches, loop_placement(num_stages), row)
+
+
+def _with_weights(order: list[Op], held_back: int) -> list[Op]:
+    """Add the W's: each comes after the I that is `held_back` further on; those left over come last."""
+    row: list[Op] = []
+    waiting: deque[Op] = deque()
+    for op in order:
+        row.append(op)
+        if op.kind is Kind.I:
+            waiting.append(op._replace(kind=Kind.W))
+            if len(waiting) > held_back:
+                row.append(waiting.popleft())
+    return row + list(waiting)
+
+
+def zero_bubble_v(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Two stages a rank, down the ranks and up again (Zero Bubble §6, ZB-V).
+
+    Stages s and 2P-1-s are on rank s, so a micro-batch turns round on the last rank and its loss is on
+    the first, where its backward starts at once. A rank holds at most 2P of its half stages: what 1F1B
+    holds on rank 0. For M ≥ 2P-1 and F = I = W no rank pauses between its first operation and its last.
+    With fewer micro-batches it is the order of 2P-1 micro-batches with those that do not exist left out.
+    """
+    check_counts("zero_bubble_v", num_ranks=num_ranks, num_microbatches=num_microbatches)
+    total = max(num_microbatches, 2 * num_ranks - 1)
+
+    def row(rank: int) -> list[Op]:
+        behind = num_ranks - 1 - rank
+        pattern = [  # capitals: the stage on the way down; small letters: the one on the way up
+            "F" * (2 * behind + 1),
+            "fF" * rank,
+            "fiw" * (behind + 1),
+            "FIWfiw" * (total - num_ranks - behind),
+            "IWfiw" * behind,
+            "Ii" * rank,
+            "IW" * (behind + 1),
+            "w" * rank,
+            "W" * rank,
+        ]
+        so_far: Counter[str] = Counter()
+        ops = []
+        for letter in "".join(pattern):
+            stage = rank if letter.isupper() else 2 * num_ranks - 1 - rank
+            ops.append(Op(Kind(letter.upper()), stage, so_far[letter]))
+            so_far[letter] += 1
+        return [op for op in ops if op.microbatch < num_microbatches]
+
+    return build("zero_bubble_v", num_microbatches, v_placement(num_ranks), row)
+
+
+def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Two stages a rank in a V, one stage's forward beside the other's backward (DeepSeek's DualPipeV).
+
+    DualPipe (DeepSeek-V3, arXiv 2412.19437 §3.2.1) feeds micro-batches from both ends, so every rank keeps
+    two stages' weights and every weight is there twice. DualPipeV is one half of that picture: stages s and
+    2P-1-s on rank s, each weight once. In its steady part a rank pairs the forward of one stage with the
+    backward of the other, so that on a GPU the messages inside one (of experts, of tensor parallel) travel
+    under the other's arithmetic. Here the two run one after the other, which costs nothing but that overlap.
+    Most backwards are whole; those that fill and drain are split, and W's run first in, first out.
+    A rank holds at most 2P+1 of its half stages. For M ≥ 2P and F = I = W the bubble time is (P-1)F of one
+    stage. With fewer micro-batches it is the order of 2P with those that do not exist left out.
+    """
+    check_counts("dualpipe_v", num_ranks=num_ranks, num_microbatches=num_microbatches)
+    total = max(num_microbatches, 2 * num_ranks)
+
+    def row(rank: int) -> list[Op]:
+        behind = num_ranks - 1 - rank
+        turns = "bB" * (rank + 1)
+        pattern = [  # capitals: the stage on the way down, small letters: up; W: the oldest put off
+            "F" * (2 * behind),
+            "Ff" * (rank + 1),
+            "iWf" * behind,
+            "FbfB" * (total - 2 * num_ranks + rank + 1),
+            "bfB" * behind,
+            turns[: rank + 1],
+            turns[rank + 1 :].replace("b", "i").replace("B", "I"),
+            "WI" * behind,
+            "W" * (rank + 1),
+        ]
+        so_far: Counter[str] = Counter()
+        waiting: deque[Op] = deque()
+        ops = []
+        for letter in "".join(pattern):
+            if letter == "W":
+                ops.append(waiting.popleft())
+                continue
+            is_forward, is_down = letter in "Ff", letter.isupper()
+            way = ("F" if is_forward else "B") + str(is_down)  # I's and B's of a stage count on together
+            stage = rank if is_down else 2 * num_ranks - 1 - rank
+            ops.append(Op(Kind(letter.upper()), stage, so_far[way]))
+            so_far[way] += 1
+            if letter in "Ii":
+                waiting.append(ops[-1]._replace(kind=Kind.W))
+        return [op for op in ops if op.microbatch < num_microbatches]
+
+    return build("dualpipe_v", num_microbatches, v_placement(num_ranks), row)
+
+
+def replicate(schedule: Schedule, num_replicas: int) -> Schedule:
+    """`num_replicas` copies of a pipeline side by side, as one schedule.
+
+    Replica r takes the ranks rP … rP+P-1 and the micro-batches rM … rM+M-1 of a pipeline of P ranks and M
+    micro-batches; nothing passes between replicas until gradients are summed. Raises `InputError` for what
+    is no schedule, or one that is replicated already.
+    """
+    require_count(num_replicas, "num_replicas", where="replicate")
+    if num_replicas == 1:
+        return schedule
+    require(
+        isinstance(schedule, Schedule) and schedule.num_replicas == 1,
+        "what is replicated is a schedule of one pipeline",
+        got=f"{getattr(schedule, 'num_replicas', type(schedule).__name__)} replicas",
+        where="replicate",
+        remedy="gl.replicate(gl.gpipe(num_stages, num_microbatches), 2)",
+    )
+    num_microbatches = schedule.num_microbatches
+    rows = tuple(
+        tuple(op._replace(microbatch=op.microbatch + replica * num_microbatches) for op in row)
+        for replica in range(num_replicas)
+        for row in schedule.ops
+    )
+    return replace(
+        schedule, num_microbatches=num_replicas * num_microbatches, ops=rows, num_replicas=num_replicas
+    )
 
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {

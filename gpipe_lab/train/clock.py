@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
+from ..engine.device import now_ms
 from ..engine.executor import RankResult
-from ..engine.streams import now_ms
 
 NUM_ROUNDS = 32
 

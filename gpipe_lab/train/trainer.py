@@ -10,19 +10,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..engine.corpus import VOCABULARY, batch, corpus
+from ..engine.device import now_ms, open_device
 from ..engine.executor import RankResult
-from ..engine.layers import gpt, next_token_loss
-from ..engine.links import open_links
 from ..engine.loss import read_loss
-from ..engine.pipeline import RankPipeline
+from ..engine.models import VOCABULARY, batch, corpus, gpt, next_token_loss
+from ..engine.rank_pipeline import RankPipeline
 from ..engine.saving import load_state, save_state, saves
 from ..engine.stage import StepContext
-from ..engine.streams import now_ms, open_device
-from ..lab.prepare import Plan, cut, plan_step, read_spec
+from ..engine.transport import open_links
 from ..lab.run import assemble
+from ..lab.step import Plan, cut, plan_step, read_spec
 from ..plan.ops import Op
-from ..plan.replicate import replicate
+from ..plan.schedules import replicate
 from .clock import measure_offset
 from .config import TrainConfig
 from .world import World, require_same

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..engine.devices import DevicePlan, plan_devices
+from ..engine.device import DevicePlan, plan_devices
 from ..plan.errors import require
 
 

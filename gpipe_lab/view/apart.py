@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from matplotlib.axes import Axes
 
-from ..plan.bubble import Bubble, take_apart
+from ..plan.analysis import Bubble, take_apart
 from ..plan.errors import require
 from ..plan.trace import Trace
 from .picture import Picture, Sheet

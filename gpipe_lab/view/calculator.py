@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..plan.sharing import METHODS, Transformer, share
+from ..planner.sharing import METHODS, Transformer, share
 
 if TYPE_CHECKING:
     import pandas

@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from ..plan.critical_path import CriticalPath
+from ..plan.analysis import CriticalPath
 from ..plan.errors import require
 from ..plan.memory import MemoryReport, Moment
 from ..plan.ops import Kind

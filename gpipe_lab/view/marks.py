@@ -9,7 +9,7 @@ from matplotlib.collections import LineCollection
 from matplotlib.patches import PathPatch
 from matplotlib.path import Path
 
-from ..plan.critical_path import CriticalPath, Step
+from ..plan.analysis import CriticalPath, Step
 from .cells import ONE_ROW_A_RANK, Rows
 from .style import INK, PAPER, Line, number
 

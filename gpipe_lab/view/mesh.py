@@ -5,7 +5,7 @@ from __future__ import annotations
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from ..plan.mesh import groups, place_of
+from ..planner.mesh import groups, place_of
 from .picture import Picture, Sheet
 from .style import INK, SOFT, Key, Line, Look, look
 

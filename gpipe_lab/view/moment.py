@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..plan.critical_path import Reasons
+from ..plan.analysis import Reasons
 from ..plan.errors import require
 from ..plan.memory import MemoryReport, Moment
 from ..plan.ops import Kind, Op

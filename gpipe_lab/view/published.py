@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..plan.comparison import GOOD, Comparison
-from ..plan.published import comparisons
+from ..planner.published import GOOD, Comparison, comparisons
 from .picture import Picture, Sheet, show
 from .style import ALARM, CURVES, FAINT, SOFT, look, percent
 

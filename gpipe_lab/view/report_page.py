@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..plan.choosing import Plans
-from ..plan.costing import Plan, Setting
 from ..plan.memory import CATEGORIES, MemoryReport
 from ..plan.trace import PACED, Trace
 from ..plan.units import format_bytes
+from ..planner.choose import Plans
+from ..planner.costs import Plan, Setting
 from .gantt import plot_overlay, plot_trace
 from .html_page import Section, figure, page, paragraph, table
 from .picture import Picture

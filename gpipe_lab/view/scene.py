@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..plan.critical_path import critical_path
+from ..plan.analysis import critical_path
 from ..plan.memory import MemoryReport, peak_in_flight
 from ..plan.ops import Kind
 from ..plan.trace import SIMULATED, Trace

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gpipe_lab as gl
-from gpipe_lab.engine import devices
+from gpipe_lab.engine import device
 from gpipe_lab.lab import jobs
 from tests.comparing import distance, whole_batch
 
@@ -124,8 +124,8 @@ def test_batch_norm_commits_every_step_whatever_the_batch(lab_of, mode):
 
 @pytest.mark.parametrize(("num_ranks", "kind"), [(2, "cuda"), (3, "shared_cuda"), (5, "shared_cuda")])
 def test_more_ranks_than_gpus_share_them_and_say_so(monkeypatch, num_ranks, kind):
-    monkeypatch.setattr(devices, "num_gpus", lambda: 2)
-    plan = devices.plan_devices(num_ranks)
+    monkeypatch.setattr(device, "num_gpus", lambda: 2)
+    plan = device.plan_devices(num_ranks)
     assert plan.kind == kind
     assert plan.device_names == tuple(f"cuda:{rank % 2}" for rank in range(num_ranks))
     assert (f"{num_ranks} ranks share 2 GPUs" in plan.reason) == (kind == "shared_cuda")

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import gpipe_lab as gl
-from gpipe_lab.engine.seeding import init_seed
-from gpipe_lab.engine.streams import CpuDevice
-from gpipe_lab.lab.stages import cut
+from gpipe_lab.engine.layer_state import init_seed
+from gpipe_lab.engine.device import CpuDevice
+from gpipe_lab.lab.step import cut
 from tests.layers import OwnFunction
 
 M = 4

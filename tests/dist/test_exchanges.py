@@ -11,7 +11,7 @@ from gpipe_lab import check
 from gpipe_lab.course.exchanges import play
 from gpipe_lab.course.exercises import find
 from gpipe_lab.course.exercises.ch08 import EXCHANGES, it_really_ends
-from gpipe_lab.plan.exchanges import as_written, hangs
+from gpipe_lab.plan.lowering import as_written, hangs
 from gpipe_lab.plan.ops import SENDS, Kind, Op
 from gpipe_lab.plan.schedule import peer
 

@@ -8,8 +8,8 @@ from torch import nn
 
 import gpipe_lab as gl
 from tests.comparing import distance, whole_batch
-from gpipe_lab.engine.microbatch import microbatch_sizes
-from gpipe_lab.engine.seeding import layer_seed
+from gpipe_lab.engine.batch import microbatch_sizes
+from gpipe_lab.engine.layer_state import layer_seed
 
 SCHEDULES = [gl.naive, gl.gpipe, gl.one_f_one_b]
 SPLIT = [gl.zero_bubble_h1, gl.zero_bubble_h2, gl.zero_bubble_v, gl.dualpipe_v]
@@ -382,7 +382,7 @@ def test_strict_transport(lab_of, make):
 
 
 def test_factories_give_the_same_model_for_every_p(lab_of):
-    from gpipe_lab.engine.layers import gpt, next_token_loss
+    from gpipe_lab.engine.models import gpt, next_token_loss
 
     model = gpt(3, width=16, num_heads=2, vocabulary=13, length=6, dropout=0.1)
     ids = torch.randint(0, 13, (4, 6), generator=torch.Generator().manual_seed(0))

@@ -17,8 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gpipe_lab.engine.failures import PeerLost
-from gpipe_lab.lab import processes
+from gpipe_lab.engine.messages import PeerLost
+from gpipe_lab.lab import workers
 from gpipe_lab.lab.board import Board
 from gpipe_lab.lab.failures import Failure, PipelineLost, RankFailed, RunStopped, describe
 from gpipe_lab.lab.lab import Lab
@@ -133,7 +133,7 @@ def test_the_forkserver_has_one_thread_and_no_gpu(lab):
 
 
 def test_spawn_serves_where_there_is_no_forkserver(monkeypatch):
-    monkeypatch.setattr(processes.multiprocessing, "get_all_start_methods", lambda: ["spawn"])
+    monkeypatch.setattr(workers.multiprocessing, "get_all_start_methods", lambda: ["spawn"])
     with Lab(2, device="cpu") as lab:
         assert lab.call(lambda context: context.rank, everywhere(lab)) == [0, 1]
 
@@ -322,7 +322,7 @@ def test_an_op_is_described():
 
 
 def test_every_op_fits_on_the_board():
-    board = Board(2, processes.start_forkserver())
+    board = Board(2, workers.start_forkserver())
     mine = board.of_rank(1)
     for kind in Kind:
         for op in (Op(kind, 0, 0), Op(kind, 65535, 2**24 - 1, 2**15 - 1)):
@@ -420,7 +420,7 @@ def test_two_labs_do_not_disturb_each_other(lab):
 
 @pytest.mark.parametrize("num_ranks", [0, -1, 1.5, True, "4"])
 def test_a_bad_number_of_ranks_is_refused_before_a_process_starts(monkeypatch, lab, num_ranks):
-    monkeypatch.setattr(processes.Workers, "start", lambda self: pytest.fail("a process was started"))
+    monkeypatch.setattr(workers.Workers, "start", lambda self: pytest.fail("a process was started"))
     with pytest.raises(InputError, match="num_ranks"):
         Lab(num_ranks)
     with pytest.raises(InputError, match="num_ranks"):

@@ -42,7 +42,7 @@ def test_autocast_halves_the_bytes_between_stages(lab_of):
 
 def test_a_cast_decides_what_crosses_where_autocast_leaves_float32(lab_of):
     """A residual stream stays float32 under autocast; with a Cast at its end a stage sends bf16, both ways."""
-    from gpipe_lab.engine.layers import Block, Cast
+    from gpipe_lab.engine.models import Block, Cast
 
     torch.manual_seed(0)
     blocks = [Block(16, 2), Block(16, 2)]

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gpipe_lab as gl
-from gpipe_lab.engine.torch_profile import label
+from gpipe_lab.engine.profile import label
 from gpipe_lab.plan.errors import InputError
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)

@@ -7,7 +7,7 @@ from torch import nn
 import gpipe_lab as gl
 from gpipe_lab.course.halves import count_halves
 from gpipe_lab.course.race import RankPace, held_at_the_peak, share_of_a_rank
-from gpipe_lab.engine.layers import Block
+from gpipe_lab.engine.models import Block
 
 PACE = RankPace(forward_ms=8, backward_input_ms=6, backward_weight_ms=4, link_ms=0)
 

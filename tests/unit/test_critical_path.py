@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 import gpipe_lab as gl
 from gpipe_lab.plan import formulas
-from gpipe_lab.plan.bubble import PARTS
-from gpipe_lab.plan.critical_path import sources
+from gpipe_lab.plan.analysis import PARTS, sources
 from gpipe_lab.plan.ops import Kind, Op
 from gpipe_lab.plan.schedule import peer, send_of
 from gpipe_lab.plan.trace import COMM_LANE, PACED

@@ -10,17 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from gpipe_lab.engine import corpus as corpus_module
+from gpipe_lab.engine import models as corpus_module
+from gpipe_lab.engine.batch import flatten, merge, microbatch_sizes, signature, split, unflatten
+from gpipe_lab.engine.device import CpuDevice
 from gpipe_lab.engine.executor import segment_layers
+from gpipe_lab.engine.layer_state import layer_seed
 from gpipe_lab.engine.ledger import Ledger, OutOfMemory
-from gpipe_lab.engine.links import tag_of
-from gpipe_lab.engine.message import check_agreed, dense, in_a_row, pack
-from gpipe_lab.engine.microbatch import merge, microbatch_sizes, signature, split
-from gpipe_lab.engine.seeding import layer_seed
+from gpipe_lab.engine.mailbox import Tracer
+from gpipe_lab.engine.messages import check_agreed, dense, in_a_row, pack
 from gpipe_lab.engine.stage import Objective, Stage, StepContext
-from gpipe_lab.engine.streams import CpuDevice
-from gpipe_lab.engine.tracer import Tracer
-from gpipe_lab.engine.tree import flatten, unflatten
+from gpipe_lab.engine.transport import tag_of
 from gpipe_lab.plan.lowering import lower
 from gpipe_lab.plan.ops import TRANSFERS, Kind, Op
 from gpipe_lab.plan.schedule import peer

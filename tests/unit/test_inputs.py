@@ -10,7 +10,7 @@ from torch import nn
 import gpipe_lab as gl
 from gpipe_lab.engine.loss import read_loss
 from gpipe_lab.engine.stage import StepContext
-from gpipe_lab.lab.prepare import cut, plan_step
+from gpipe_lab.lab.step import cut, plan_step
 from gpipe_lab.plan.units import format_bytes, parse_bytes
 
 X = torch.randn(8, 4)

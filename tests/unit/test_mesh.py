@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 import gpipe_lab as gl
 from gpipe_lab.plan import formulas
-from gpipe_lab.plan.mesh import groups, microbatches_of_a_replica, overhead_at, place_of
+from gpipe_lab.planner.mesh import groups, microbatches_of_a_replica, overhead_at, place_of
 
 SIZES = st.integers(1, 5)
 

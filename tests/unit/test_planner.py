@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gpipe_lab as gl
-from gpipe_lab.plan.catalogue import read
-from gpipe_lab.plan.choosing import choose, fullest_rank
-from gpipe_lab.plan.costing import Setting, lay_out
-from gpipe_lab.plan.layer_costs import Stages, cut, layers_of
+from gpipe_lab.planner.choose import choose, fullest_rank
+from gpipe_lab.planner.costs import Setting, Stages, cut, layers_of, plan_of
+from gpipe_lab.planner.models import read
 
 SMALL = gl.Model(name="small", layers=14, hidden=64, heads=4, ffn=256, vocab=500, sequence=32, dropout=True)
 CARD = gl.Device(
@@ -102,7 +101,7 @@ def test_the_closed_form_is_never_less_than_the_simulated_peak(p, rounds, b, nam
         num_stages=p, microbatch_size=b, num_microbatches=p * rounds, schedule=name, checkpoint=mode
     )
     layers = layers_of(SMALL, CARD, microbatch_size=b)
-    plan = lay_out(setting, layers, precision=gl.Precision(), device=CARD)
+    plan = plan_of(setting, layers, precision=gl.Precision(), device=CARD)
     spans = cut(layers, p * setting.num_chunks)
     stages = Stages(tuple(tuple(layers[s.start : s.stop]) for s in spans), mode)
     _, parts = fullest_rank(stages, setting, gl.Precision())
@@ -114,7 +113,7 @@ def test_the_closed_form_is_never_less_than_the_simulated_peak(p, rounds, b, nam
 def test_checkpointing_layer_by_layer_keeps_every_input():
     layers = layers_of(SMALL, CARD)
     setting = Setting(num_stages=2, num_microbatches=3, schedule="gpipe", checkpoint="every:1")
-    plan = lay_out(setting, layers, precision=gl.Precision())
+    plan = plan_of(setting, layers, precision=gl.Precision())
     inputs = [sum(layers[i].input_bytes for i in span) for span in plan.spans]
     for rank in range(2):
         assert plan.memory.peak_bytes(rank, "boundary") == 3 * inputs[rank]

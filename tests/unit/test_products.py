@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from gpipe_lab.engine import split as splitting
+from gpipe_lab.engine import weight_gradients as splitting
+from gpipe_lab.engine.device import CpuDevice
 from gpipe_lab.engine.ledger import Ledger
 from gpipe_lab.engine.stage import Stage, StepContext
-from gpipe_lab.engine.streams import CpuDevice
 
 WIDTH, NUM_MICROBATCHES = 6, 3
 

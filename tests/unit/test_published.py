@@ -3,9 +3,8 @@
 import pytest
 
 import gpipe_lab as gl
-from gpipe_lab.plan.catalogue import read
-from gpipe_lab.plan.comparison import GOOD
-from gpipe_lab.plan.published import comparisons, evaluate
+from gpipe_lab.planner.models import read
+from gpipe_lab.planner.published import GOOD, comparisons, evaluate
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from plan_oracle import can_run, interleaved, is_complete, loop, v_shape
 
 import gpipe_lab as gl
 from gpipe_lab import Costs, StageBytes
-from gpipe_lab.plan.list_scheduling import RULES, Limit, Problem, by_rule, improve, lay_out, schedule_of
+from gpipe_lab.planner.search import RULES, Limit, Problem, by_rule, improve, lay_out, schedule_of
 
 QUICK = 60_000
 

@@ -6,7 +6,7 @@ import pytest
 
 import gpipe_lab as gl
 from gpipe_lab.course.exercises import ch01
-from gpipe_lab.plan.sharing import METHODS, share
+from gpipe_lab.planner.sharing import METHODS, share
 
 
 class Shape(NamedTuple):

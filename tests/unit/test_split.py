@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from gpipe_lab.engine.layers import Block
+from gpipe_lab.engine.device import CpuDevice
 from gpipe_lab.engine.ledger import Ledger
+from gpipe_lab.engine.models import Block
 from gpipe_lab.engine.stage import Stage, StepContext
-from gpipe_lab.engine.streams import CpuDevice
 from tests.layers import OwnFunction
 
 

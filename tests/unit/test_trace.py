@@ -10,8 +10,7 @@ from plan_oracle import GRIDS, RECV_B, RECV_F, SEND_B, SEND_F, B, F, R, authored
 
 import gpipe_lab as gl
 from gpipe_lab import Costs, Event, Op, Trace
-from gpipe_lab.plan.chrome import document
-from gpipe_lab.plan.trace import LANES, MEASURED, handovers, messages
+from gpipe_lab.plan.trace import LANES, MEASURED, document, handovers, messages
 
 
 def hand_made() -> Trace:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe_lab.plan import traffic
+from gpipe_lab.planner import traffic
 
 RANKS = st.integers(1, 9)
 

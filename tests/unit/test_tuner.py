@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import gpipe_lab as gl
 from gpipe_lab.plan import formulas
 from gpipe_lab.plan.errors import InputError
-from gpipe_lab.plan.tuner import RECEIVES_AHEAD
+from gpipe_lab.planner.choose import RECEIVES_AHEAD
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gpipe_lab as gl
-from gpipe_lab.plan.exchanges import as_written, hangs
+from gpipe_lab.plan.lowering import as_written, hangs
 from gpipe_lab.plan.ops import RECEIVES, SENDS, TRANSFERS
 from gpipe_lab.view.waiting import plot_waiting
 

@@ -204,7 +204,7 @@ def right_size(answer: Answer, P: int, rows: int, M: int) -> Mismatch | None:
 @over_cases(*_cases(EVEN, UNEVEN))
 def equal_to_one_process(answer: Answer, P: int, rows: int, M: int) -> Mismatch | None:
     """each row counts alike, also where M does not divide the batch: loss and gradients are one process's"""
-    from ...engine.microbatch import microbatch_sizes
+    from ...engine.batch import microbatch_sizes
 
     found = outcome(answer, P, rows, M)
     if found.failure is not None:

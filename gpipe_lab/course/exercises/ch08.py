@@ -6,8 +6,7 @@ from dataclasses import replace
 from itertools import zip_longest
 
 from ...plan.errors import ScheduleError
-from ...plan.exchanges import as_written
-from ...plan.lowering import lower
+from ...plan.lowering import as_written, lower
 from ...plan.ops import COMPUTE, SENDS, TRANSFERS, Kind, Op
 from ...plan.schedule import Schedule, peer
 from ...plan.schedules import gpipe, one_f_one_b

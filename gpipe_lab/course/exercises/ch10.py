@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from ...plan import mesh
 from ...plan.schedules import gpipe
 from ...plan.simulate import simulate
+from ...planner import mesh
 from ..exercise import Answer, Exercise, Mismatch, over, over_cases
 
 KINDS = ("data", "pipeline", "tensor")

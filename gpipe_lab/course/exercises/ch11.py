@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from functools import partial
 
-from ...plan.build import each
 from ...plan.formulas import pipeline_ms
 from ...plan.memory import peak_in_flight
 from ...plan.ops import Kind, Op
 from ...plan.schedule import Schedule
-from ...plan.schedules import gpipe, naive, one_f_one_b
+from ...plan.schedules import each, gpipe, naive, one_f_one_b, zero_bubble_h1, zero_bubble_h2
 from ...plan.simulate import Costs, simulate
-from ...plan.zero_bubble import zero_bubble_h1, zero_bubble_h2
 from ..exercise import Answer, Exercise, Mismatch, over, over_cases
 from ..race import share_of_a_rank
 from .schedules import is_built_in, not_runnable, renamed, with_rows

@@ -114,7 +114,7 @@ def build_batch(rows: int, M: int) -> tuple[list[Any], list[Any]]:
     """The micro-batches' inputs and targets."""
     import torch
 
-    from ...engine.microbatch import split
+    from ...engine.batch import split
 
     torch.manual_seed(1000 + rows)
     inputs, targets = torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)

@@ -1,0 +1,276 @@
+"""The part of a pipeline that lives on one rank: its stages, their gradients and their optimizer."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..plan.errors import require
+from ..plan.ops import Kind, Op
+from ..plan.trace import COMM_LANE, COMPUTE_LANE, Event
+from .device import Device
+from .executor import Executor, RankResult, StepJob
+from .gradients import GradientBook, Tie, Tied, join_locally, replicas_in
+from .layer_state import Snapshot, init_seed
+from .ledger import Ledger
+from .loss import LossFn
+from .mailbox import Board
+from .stage import Stage
+from .transport import Links
+
+Layer = nn.Module | Callable[[], nn.Module]  # a factory builds its layer where it is to live
+NamedParameters = list[tuple[str, nn.Parameter]]
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """Consecutive layers of a model: `names` as in the whole model, `first_layer` counted over it."""
+
+    index: int
+    first_layer: int
+    names: tuple[str, ...]
+    layers: tuple[Layer, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineSpec:
+    """What a rank builds its part from."""
+
+    stages: tuple[StageSpec, ...]
+    loss_fn: LossFn | None = None
+    optimizer: Callable[[NamedParameters], torch.optim.Optimizer] | None = None
+    scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
+    max_norm: float | None = None
+    ties: tuple[Tie, ...] = ()
+    replica: int = 0
+    num_replicas: int = 1
+    seed: int = 0
+    limit_bytes: int | None = None
+
+
+class RankPipeline:
+    """Stages with weights that stay from step to step.
+
+    Replicas hold the same weights; the first alone reports them and counts in a norm.
+    """
+
+    def __init__(
+        self, rank: int, spec: PipelineSpec, device: Device, board: Board, groups: dict[Any, Any]
+    ) -> None:
+        self.rank = rank
+        self.spec = spec
+        self.device = device
+        self.ledger = Ledger(rank, limit_bytes=spec.limit_bytes)
+        self.stages = {s.index: self._build(s) for s in spec.stages}
+        self.names = {s.index: s.names for s in spec.stages}
+        join_locally(spec.ties, rank, dict(self._layers()))
+        everything = dict(self._named(lambda layer: layer.named_parameters()))
+        self.tied = Tied(spec.ties, rank, everything)
+        self.tied.spread_values(groups)
+        self.parameters = _once(everything)
+        copies = set(map(id, self.parameters.values())) if spec.replica > 0 else set()
+        self.gradients = GradientBook(self.parameters, self.ledger, borrowed=self.tied.borrowed() | copies)
+        loss_fn = (
+            spec.loss_fn.to(device.torch_device) if isinstance(spec.loss_fn, nn.Module) else spec.loss_fn
+        )
+        self.executor = Executor(rank, self.stages, device, self.ledger, board, self.gradients, loss_fn)
+        trained = [(name, p) for name, p in self.parameters.items() if p.requires_grad]
+        self.optimizer = spec.optimizer(trained) if spec.optimizer is not None and trained else None
+        has_scheduler = spec.scheduler is not None and self.optimizer is not None
+        self.scheduler = spec.scheduler(self.optimizer) if has_scheduler else None  # type: ignore[misc, arg-type]
+        self._require_plain_steps()
+        self._optimizer_keys: list[int] = []
+        self._gradients_are_used = False
+
+    def _require_plain_steps(self) -> None:
+        has_weights = any(p.requires_grad for p in self.parameters.values())
+        is_plain = isinstance(self.optimizer, torch.optim.Optimizer)
+        require(
+            self.spec.optimizer is None
+            or not has_weights
+            or (is_plain and steps_alone(type(self.optimizer))),
+            "optimizer gives a torch Optimizer whose step needs no closure",
+            got=type(self.optimizer).__name__,
+            where="optimizer",
+            remedy="functools.partial(torch.optim.SGD, lr=0.1)",
+        )
+        require(
+            self.scheduler is None or steps_alone(type(self.scheduler)),
+            "scheduler gives one whose step needs no metric",
+            got=type(self.scheduler).__name__,
+            where="scheduler",
+            remedy="functools.partial(torch.optim.lr_scheduler.StepLR, step_size=10)",
+        )
+
+    def _build(self, spec: StageSpec) -> Stage:
+        layers = []
+        for position, layer in enumerate(spec.layers):
+            if not isinstance(layer, nn.Module):
+                self.device.seed(init_seed(self.spec.seed, spec.first_layer + position))
+                built = layer()
+                require(
+                    isinstance(built, nn.Module),
+                    "a layer is an nn.Module, or a function without arguments that builds one",
+                    got=type(built).__name__,
+                    where=f"layer {spec.names[position]!r}",
+                    remedy="lambda: nn.Linear(4, 4)",
+                )
+                layer = built
+            layers.append(layer)
+        return Stage(spec.index, layers, spec.first_layer, self.device, self.ledger)
+
+    def _named(self, of: Callable[[nn.Module], Iterable[tuple[str, Any]]]) -> Iterable[tuple[str, Any]]:
+        """Everything `of` yields for the layers here, under whole-model names."""
+        for prefix, layer in self._layers():
+            yield from ((f"{prefix}.{name}", value) for name, value in of(layer))
+
+    def _layers(self) -> Iterable[tuple[str, nn.Module]]:
+        """The layers here under their whole-model names."""
+        for index, stage in self.stages.items():
+            yield from zip(self.names[index], stage.layers, strict=True)
+
+    def step(
+        self, job: StepJob, links: Links, groups: dict[Any, Any], *, update: bool
+    ) -> tuple[RankResult, float, float]:
+        """One training step; the result, the loss of the whole batch and the norm of all gradients.
+
+        With `update` the optimizer steps, and the next step starts from zeroed gradients; without, gradients
+        add up over steps. All ranks start together and all know the loss.
+        """
+        if self._gradients_are_used:
+            self.zero_grad()
+        self.gradients.begin()
+        self.executor.prepare(job, links)
+        _meet()
+        result = self.executor.run()
+        for index, stage in self.stages.items():
+            result.unsplit[index] = tuple(n for n, p in self.parameters.items() if p in stage.unsplit)
+        self._reduce(groups, result)
+        for stage in self.stages.values():
+            stage.end()
+        self.gradients.end()
+        loss = sum(job.scales[m] * loss for m, loss in result.losses.items())
+        loss, squared_norm = _sum_over_ranks([loss, self.gradients.squared_norm()])
+        if update:
+            result.events.append(self._update(squared_norm**0.5))
+        return result, loss, squared_norm**0.5
+
+    def _reduce(self, groups: dict[Any, Any], result: RankResult) -> None:
+        """Finish this step's gradients: summed over replicas, then over the uses of tied weights.
+
+        In that order every replica sums ties from the same bits, so that copies stay equal for good.
+        """
+        op = Op(Kind.REDUCE, min(self.stages), 0)
+        self.executor.board.mark(op)
+        start = self.device.stamp()
+        if self.spec.num_replicas > 1:
+            replicas = replicas_in(groups, self.spec.num_replicas, self.device)
+            result.bytes_reduced[replicas.ranks] = self.gradients.sum_over(replicas)
+            replicas.sum([t for stage in self.stages.values() for t in stage.statistics.sums()])
+        self.gradients.finish_sums()
+        result.bytes_reduced |= self.tied.sum_gradients(groups)
+        if result.bytes_reduced:
+            started, ended = self.device.times([start, self.device.stamp()])
+            result.events.append(Event(self.rank, COMM_LANE, op, started, ended))
+        self.executor.board.clear()
+
+    def _update(self, norm: float) -> Event:
+        op = Op(Kind.STEP, min(self.stages), 0)
+        self.executor.board.mark(op)
+        self.ledger.doing = op
+        start = self.device.stamp()
+        if self.spec.max_norm is not None:
+            self.gradients.scale(min(1.0, self.spec.max_norm / (norm + 1e-6)))  # as clip_grad_norm_
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.count_optimizer()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self._gradients_are_used = True
+        started, ended = self.device.times([start, self.device.stamp()])
+        self.executor.board.clear()
+        return Event(self.rank, COMPUTE_LANE, op, started, ended)
+
+    def count_optimizer(self) -> None:
+        """Tell the ledger what the optimizer holds now."""
+        assert self.optimizer is not None
+        self.ledger.release("optimizer", self._optimizer_keys)
+        state = [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+        self._optimizer_keys = self.ledger.hold("optimizer", state)
+
+    def evaluate(self, job: StepJob, links: Links) -> tuple[RankResult, float]:
+        """A forward-only step without gradients; the result and the loss of the batch (0 without targets)."""
+        self.executor.prepare(job, links)
+        _meet()
+        result = self.executor.run()
+        scales = job.scales or (0.0,) * len(job.sizes)
+        (loss,) = _sum_over_ranks([sum(scales[m] * loss for m, loss in result.losses.items())])
+        return result, loss
+
+    def snapshot(self) -> Snapshot:
+        """The buffers of all layers here, as they are now."""
+        return Snapshot(module for _, layer in self._layers() for module in layer.modules())
+
+    def zero_grad(self) -> None:
+        self.gradients.zero()
+        self._gradients_are_used = False
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Weights and buffers of the stages here, under whole-model names, on the CPU; none from a copy."""
+        if self.spec.replica > 0:
+            return {}
+        return {name: value.detach().cpu().clone() for name, value in self.weights().items()}
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Weights and buffers of the stages here, under whole-model names: the live tensors."""
+        return dict(self._named(lambda layer: layer.state_dict().items()))
+
+    def pending_gradients(self) -> dict[str, torch.Tensor]:
+        """The gradients that no update has used yet: live tensors, to which the next step adds."""
+        if self._gradients_are_used:
+            return {}
+        return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """What `load_state_dict` here has to be given: the shapes of weights and buffers, by name."""
+        return {name: tuple(value.shape) for name, value in self.weights().items()}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Load the entries that belong to the stages here; raises `RuntimeError` where one is missing."""
+        for prefix, layer in self._layers():
+            start = f"{prefix}."
+            layer.load_state_dict({k[len(start) :]: v for k, v in state.items() if k.startswith(start)})
+
+
+def steps_alone(kind: type | None) -> bool:
+    """Whether an optimizer or scheduler of this class steps without arguments; yes where nothing is known."""
+    if kind is None:
+        return True
+    taken = list(inspect.signature(getattr(kind, "step", kind)).parameters.values())[1:]
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return hasattr(kind, "step") and all(p.default is not p.empty or p.kind in optional for p in taken)
+
+
+def _once(parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Each parameter under the first of its names."""
+    first: dict[int, str] = {}
+    for name, parameter in parameters.items():
+        first.setdefault(id(parameter), name)
+    return {name: parameters[name] for name in first.values()}
+
+
+def _meet() -> None:
+    """Wait until all ranks are here. A sum over host tensors, so that it goes over gloo everywhere."""
+    dist.all_reduce(torch.zeros(1))
+
+
+def _sum_over_ranks(values: list[float]) -> list[float]:
+    total = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(total)
+    return total.tolist()
