@@ -21,16 +21,19 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 
 from .exercises import all_exercises
+from .facts import NOTEBOOKS
+from .grading import FAILED, NOT_DONE, PASSED
 from .kept import FILE_VARIABLE
 from .submission import Submission, Unreadable, read
 
 MISSING, UNREADABLE, SYNTAX = "missing", "unreadable", "syntax error"
 TIMED_OUT, CRASHED = "timed out", "crashed"
+BEST_FIRST = (PASSED, FAILED, TIMED_OUT, CRASHED, SYNTAX, NOT_DONE, MISSING, UNREADABLE)
 
 
 @dataclass(frozen=True)
@@ -81,26 +84,49 @@ def _read(path: Path) -> Submission | Unreadable:
 def grade_exercise(
     learner: str, notebooks: dict[Path, Submission | Unreadable], timeout_s: float, exercise: str
 ) -> Grade:
-    """Look for the answer: first where it is checked, then by its name in the chapter's notebook."""
+    """The best verdict among the notebooks that may hold the answer; the others are named in the detail.
+
+    A notebook counts that checks the exercise or is named after its chapter. The one with the chapter's own
+    name comes first, so that copies (`-Copy1`, ` (1)`) are graded only where it did not pass.
+    """
     known = all_exercises()[exercise]
-    for path, submission in notebooks.items():
-        is_chapter = path.name.startswith(known.chapter)
-        if isinstance(submission, Unreadable):
-            if is_chapter:
-                return Grade(learner, exercise, UNREADABLE, str(submission), path.name)
-            continue
-        if exercise not in submission.checked and not is_chapter:
-            continue
-        name = submission.checked.get(exercise, known.starter.__name__)
-        why = submission.why_missing(name)
-        if why:
-            return Grade(learner, exercise, SYNTAX, why, path.name)
-        if not submission.defines(name) and exercise not in submission.checked:
-            return Grade(learner, exercise, MISSING, f"no function {name}", path.name)
-        began = time.monotonic()
-        verdict, detail = run_apart(submission.needed_by(name), exercise, name, timeout_s)
-        return Grade(learner, exercise, verdict, detail, path.name, round(time.monotonic() - began, 1))
-    return Grade(learner, exercise, MISSING, "no notebook of this chapter")
+    own_names = {path.name for path in NOTEBOOKS.glob(f"{known.chapter}_*.ipynb")}
+    grades: list[Grade] = []
+    for path in sorted(notebooks, key=lambda path: (path.name not in own_names, path)):
+        grade = _grade_notebook(learner, path, notebooks[path], timeout_s, exercise)
+        if grade is not None:
+            grades.append(grade)
+        if grade is not None and grade.verdict == PASSED:
+            break
+    if not grades:
+        return Grade(learner, exercise, MISSING, "no notebook of this chapter")
+    best = min(grades, key=lambda grade: BEST_FIRST.index(grade.verdict))  # of equals the first
+    others = [f"{grade.notebook} ({grade.verdict})" for grade in grades if grade is not best]
+    if not others:
+        return best
+    return replace(best, detail=f"{best.detail}\nalso handed in: {', '.join(others)}".strip())
+
+
+def _grade_notebook(
+    learner: str, path: Path, submission: Submission | Unreadable, timeout_s: float, exercise: str
+) -> Grade | None:
+    """What one notebook is worth; None where it has nothing to do with the exercise."""
+    known = all_exercises()[exercise]
+    is_chapter = path.name.startswith(known.chapter)
+    if isinstance(submission, Unreadable):
+        return Grade(learner, exercise, UNREADABLE, str(submission), path.name) if is_chapter else None
+    if exercise not in submission.checked and not is_chapter:
+        return None
+    name = submission.checked.get(exercise, known.starter.__name__)
+    why = submission.why_missing(name)
+    if why:
+        return Grade(learner, exercise, SYNTAX, why, path.name)
+    if not submission.defines(name):
+        return Grade(learner, exercise, MISSING, f"no function {name} in a code cell", path.name)
+    began = time.monotonic()
+    verdict, detail = run_apart(submission.needed_by(name), exercise, name, timeout_s)
+    detail = "\n".join(filter(None, [submission.why_undefined(detail), detail]))
+    return Grade(learner, exercise, verdict, detail, path.name, round(time.monotonic() - began, 1))
 
 
 def run_apart(source: str, exercise: str, name: str, timeout_s: float) -> tuple[str, str]:
@@ -171,6 +197,10 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if not given.folder.is_dir():
         parser.error(f"no folder {given.folder}")
+    if not given.out.absolute().parent.is_dir() or given.out.is_dir():
+        parser.error(f"-o names a file in a folder that is there, as grades.csv; got {given.out}")
+    if given.jobs < 1 or given.timeout <= 0:
+        parser.error(f"--jobs is at least 1 and --timeout above 0; got {given.jobs} and {given.timeout:g}")
     known = sorted({exercise.chapter for exercise in all_exercises().values()})
     if unknown := sorted(set(given.chapters) - set(known)):
         parser.error(f"no exercises in chapter {', '.join(unknown)}: there are {', '.join(known)}")

@@ -69,7 +69,7 @@ def test_every_learner_gets_a_verdict(tmp_path: Path) -> None:
         "exits": "crashed",
         "leaves": "crashed",
         "loud": "passed",
-        "nameless": "failed",
+        "nameless": "missing",
         "needs": "failed",
         "other": "unreadable",
         "right": "passed",
@@ -191,3 +191,73 @@ def test_a_chapter_that_does_not_exist_is_refused(tmp_path: Path, capsys: pytest
         main([str(tmp_path), "-o", str(tmp_path / "grades.csv"), "--chapters", "03", "77"])
     assert "no exercises in chapter 77: there are 00, 01" in capsys.readouterr().err
     assert not (tmp_path / "grades.csv").exists()
+
+
+# Copies of a notebook, and what an answer takes along.
+
+
+def verdict_of(folder: Path, learner: str = "ada") -> Grade:
+    wanted = {g.exercise: g for g in grade_folder(folder, chapters=["00"]) if g.learner == learner}
+    return wanted[EXERCISE.name]
+
+
+@pytest.mark.parametrize("copy", ["00_laundry-Copy1.ipynb", "00_laundry (1).ipynb", "00_a_draft.ipynb"])
+@pytest.mark.parametrize("content", [None, "", "wrong"])
+def test_a_copy_never_costs_the_original(tmp_path: Path, copy: str, content: str | None) -> None:
+    path = hand_in(tmp_path, "ada", SOLUTION)
+    extra = path.with_name(copy)
+    if content is None:  # an untouched chapter
+        shutil.copy(CHAPTER, extra)
+    elif content:
+        extra.write_text(hand_in(tmp_path, "other", MUTANT).read_text())
+    else:
+        extra.write_text(content)
+    grade = verdict_of(tmp_path)
+    assert (grade.verdict, grade.notebook) == ("passed", CHAPTER.name)
+
+
+def test_the_best_of_several_counts_and_the_others_are_named(tmp_path: Path) -> None:
+    path = hand_in(tmp_path, "ada", MUTANT)
+    path.with_name("00_laundry-Copy1.ipynb").write_text(hand_in(tmp_path, "other", SOLUTION).read_text())
+    grade = verdict_of(tmp_path)
+    assert (grade.verdict, grade.notebook) == ("passed", "00_laundry-Copy1.ipynb")
+    assert f"also handed in: {CHAPTER.name} (failed)" in grade.detail
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        "%%time\n{answer}",
+        "%%capture out\n{answer}",
+        "# a remark with a line separator \u2028 and a form feed \x0c in it\n{answer}",
+        "ONE = 2 - 1\nbiggest = max\n{answer}",
+        "try:\n    import no_such_package as np\nexcept ImportError:\n    np = None\n{answer}",
+        "if True:\n    def unused():\n        return 0\n{answer}",
+        "from functools import partial\nbound = partial(max, 0)\n{answer}",
+        "{answer}\r\n",
+    ],
+)
+def test_right_answers_pass_however_their_cell_is_written(tmp_path: Path, around: str) -> None:
+    used = "ONE; biggest" if "ONE" in around else "bound" if "bound" in around else "0"
+    body = SOLUTION.replace(f"def {NAME}", "def _right", 1)
+    answer = f"{body}\n\ndef {NAME}(*args):\n    {used}\n    return _right(*args)"
+    hand_in(tmp_path, "ada", around.format(answer=answer))
+    grade = verdict_of(tmp_path)
+    assert grade.verdict == "passed", grade.detail
+
+
+def test_a_name_that_is_not_taken_along_is_told(tmp_path: Path) -> None:
+    hand_in(tmp_path, "ada", f"SIZES = measure()\n\ndef {NAME}(*args):\n    return SIZES[args]")
+    grade = verdict_of(tmp_path)
+    assert grade.verdict == "failed"
+    assert "uses a name that is not taken along: SIZES" in grade.detail
+
+
+@pytest.mark.parametrize("options", [["-j", "0"], ["-o", "no/such/g.csv"], ["-o", "."], ["--timeout", "0"]])
+def test_options_that_cannot_work_are_refused(
+    tmp_path: Path, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "ada").mkdir()
+    with pytest.raises(SystemExit) as refused:
+        main([str(tmp_path), "-o", str(tmp_path / "grades.csv"), *options])
+    assert refused.value.code == 2 and "got" in capsys.readouterr().err
