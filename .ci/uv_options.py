@@ -1,7 +1,7 @@
 """pip's settings as options of uv, which does not read them: where to look for packages, which to hold back.
 
-Run by the Python whose pip is meant. What the environment says goes before what is said for `pip install`, and
-that before what is said for all of pip.
+Run by the Python whose pip is meant. What the environment says goes before what is said for `pip install`,
+and that before what is said for all of pip.
 """
 
 from __future__ import annotations
