@@ -25,6 +25,7 @@ LONGEST_CELL = "gpipe_lab.longest_cell_s"
 SHORT_PATH = ("00", "02", "03", "04", "11")  # the 90-minute path
 TWO_SITTINGS = "11"
 SITTING = f"; of chapter {TWO_SITTINGS} its first sitting"
+CHAPTER_NAME = re.compile(r"\d\d_[a-z_]+\.ipynb")
 MINUTES = re.compile(r"^Read (\d+) min · run (\d+) min · exercise (\d+) min", re.MULTILINE)
 
 
@@ -55,6 +56,7 @@ class Chapter:
     minutes: Minutes | None
     predictions: tuple[str, ...]
     claims: tuple[Claim, ...]
+    claim_names: tuple[str, ...]  # also of a chapter that was saved before it had run
     executed_s: float | None
     first_picture_s: float | None
     longest_cell_s: float | None
@@ -74,8 +76,8 @@ class Chapter:
 
 
 def chapters(folder: Path = NOTEBOOKS) -> tuple[Chapter, ...]:
-    """The chapters there are, in order."""
-    return tuple(map(read_chapter, sorted(folder.glob("[0-9][0-9]_*.ipynb"))))
+    """The chapters there are, in order; a copy of one, as JupyterLab names it, is none."""
+    return tuple(read_chapter(path) for path in sorted(folder.iterdir()) if CHAPTER_NAME.fullmatch(path.name))
 
 
 def read_chapter(path: Path) -> Chapter:
@@ -84,13 +86,16 @@ def read_chapter(path: Path) -> Chapter:
     minutes = MINUTES.search(first)
     outputs = [output for cell in notebook["cells"] for output in cell.get("outputs", ())]
     claims = {claim.name: claim for output in outputs for claim in read_claims(output)}
+    own_claims = tuple(claim for claim in claims.values() if claim.chapter == path.name[:2])
+    written = re.findall(r"gl\.claim\(\s*\"([^\"]+)\"", code)
     return Chapter(
         path=path,
         title=_match(r"^# (?:\d+ · )?(.+)$", first) or path.stem,
         question=_match(r"^\*(.+)\*$", first),
         minutes=Minutes(*map(int, minutes.groups())) if minutes else None,
         predictions=tuple(re.findall(r"gl\.predict\(\s*\"([^\"]+)\"", code)),
-        claims=tuple(claim for claim in claims.values() if claim.chapter == path.name[:2]),
+        claims=own_claims,
+        claim_names=tuple(dict.fromkeys([*written, *(claim.name for claim in own_claims)])),
         executed_s=notebook["metadata"].get(EXECUTED),
         first_picture_s=notebook["metadata"].get(FIRST_PICTURE),
         longest_cell_s=notebook["metadata"].get(LONGEST_CELL),

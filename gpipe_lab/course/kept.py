@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -28,40 +31,73 @@ class Kept:
 def record(kind: str, name: str) -> str:
     """Note that the exercise, prediction or claim `name` is done. Returns "" or why it could not be kept.
 
-    A headless run keeps nothing, unless GPIPE_LAB_PROGRESS says where.
+    A headless run keeps nothing, unless GPIPE_LAB_PROGRESS says where. What another notebook has noted
+    meanwhile stays.
     """
     if mode.headless() and FILE_VARIABLE not in os.environ:
         return ""
-    kept = read()
-    done: dict[str, str] = getattr(kept, kind)
-    if name in done:
-        return ""
-    done[name] = datetime.now().isoformat(timespec="seconds")
+    path = file_path()
     try:
-        _write(kept)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(path.parent):
+            kept, aside = _read_or_set_aside(path)
+            done: dict[str, str] = getattr(kept, kind)
+            if name not in done:
+                done[name] = datetime.now().isoformat(timespec="seconds")
+                _write(path, kept)
     except OSError as error:
-        return f"not recorded: {error.strerror} ({file_path()}); set {FILE_VARIABLE} to another path"
-    return ""
+        return f"not recorded: {error.strerror} ({path}); set {FILE_VARIABLE} to another path"
+    return aside
 
 
 def file_path() -> Path:
-    return Path(os.environ.get(FILE_VARIABLE) or FILE_NAME).absolute()
+    """Beside the notebook, wherever its cells go with os.chdir, or where GPIPE_LAB_PROGRESS says."""
+    return mode.STARTED_IN / Path(os.environ.get(FILE_VARIABLE) or FILE_NAME).expanduser()
 
 
 def read() -> Kept:
     """What is kept; a file that is damaged or somebody else's counts as empty."""
     try:
-        content = json.loads(file_path().read_text(encoding="utf-8"))
-        kinds = {kind: content.get(kind, {}) for kind in (PASSED, PREDICTED, CLAIMED)}
-        return Kept(**{k: {str(name): str(when) for name, when in done.items()} for k, done in kinds.items()})
-    except (OSError, ValueError, TypeError, AttributeError):
+        return _parsed(file_path().read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return Kept()
 
 
-def _write(kept: Kept) -> None:
-    """Replace the file in one step, so that two notebooks never leave half of one."""
-    path = file_path()
-    path.parent.mkdir(parents=True, exist_ok=True)
+def _parsed(text: str) -> Kept:
+    """Raises `ValueError` for a text that `_write` has not written."""
+    content = json.loads(text)
+    try:
+        kinds = {kind: content.get(kind, {}) for kind in (PASSED, PREDICTED, CLAIMED)}
+        return Kept(**{k: {str(name): str(when) for name, when in done.items()} for k, done in kinds.items()})
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"no record of progress: {error}") from error
+
+
+def _read_or_set_aside(path: Path) -> tuple[Kept, str]:
+    """What is kept, and a sentence where the file was damaged: it is renamed, never overwritten."""
+    try:
+        return _parsed(path.read_text(encoding="utf-8")), ""
+    except FileNotFoundError:
+        return Kept(), ""
+    except ValueError:
+        aside = path.with_name(f"{path.name}.damaged-{datetime.now():%Y%m%d-%H%M%S-%f}")
+        os.replace(path, aside)
+        return Kept(), f"the record of progress was damaged; it is kept as {aside.name} and begun anew"
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One process at a time. The folder itself is locked, so no further file lies about."""
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(held)
+
+
+def _write(path: Path, kept: Kept) -> None:
+    """Replace the file in one step, so that nobody ever reads half of one."""
     with tempfile.NamedTemporaryFile(
         "w", dir=path.parent, prefix=path.name, delete=False, encoding="utf-8"
     ) as new:

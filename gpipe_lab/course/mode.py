@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import Any
+
+STARTED_IN = Path.cwd()  # a kernel starts beside its notebook; its cells may go elsewhere
 
 
 def headless() -> bool:

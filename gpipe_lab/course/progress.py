@@ -76,10 +76,10 @@ class Progress:
         return _count(chapter.predictions, self.kept.predicted)
 
     def _claims(self, chapter: Chapter) -> str:
-        return _count([claim.name for claim in chapter.claims], self.kept.claimed)
+        return _count(chapter.claim_names, self.kept.claimed)
 
 
-def _count(names: list[str] | tuple[str, ...], done: dict[str, str]) -> str:
+def _count(names: tuple[str, ...], done: dict[str, str]) -> str:
     return f"{sum(name in done for name in names)} of {len(names)}"
 
 
@@ -90,7 +90,7 @@ def _cell(text: str) -> str:
 def progress(*, reset: bool = False) -> Progress:
     """The map of the course. `reset=True` forgets everything first.
 
-    The file is .gpipe_lab_progress.json in the current folder, or what GPIPE_LAB_PROGRESS names.
+    The file is .gpipe_lab_progress.json beside the notebook, or what GPIPE_LAB_PROGRESS names.
     """
     from .exercises import names
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -14,9 +15,11 @@ from typing import Any
 import pytest
 
 from gpipe_lab import check, claim, claims, doctor, hint, predict, progress, solution, track
-from gpipe_lab.course import strict
+from gpipe_lab.course import kept, strict
+from gpipe_lab.course.chapters import chapters, read_chapter
 from gpipe_lab.course.exercise import Answer, Exercise, Mismatch, over, source_of
 from gpipe_lab.course.exercises import all_exercises, ch04, ch05, find
+from gpipe_lab.course.facts import NOTEBOOKS
 from gpipe_lab.course.publish import clean
 from gpipe_lab.plan.errors import InputError
 from gpipe_lab.plan.memory import StageBytes, simulate_memory
@@ -249,6 +252,7 @@ def test_the_first_pass_is_kept(kept_apart: Path) -> None:
 
 def test_the_map_counts_what_was_predicted_and_claimed(kept_apart: Path) -> None:
     first = progress().chapters[0]
+    assert first.claims[0].name in first.claim_names
     begins = f"* 00 · {first.title}: {first.minutes_in_words}; predictions 0 of "
     assert repr(progress()).startswith(begins)
     prediction = predict(first.predictions[0], "How many?", default=1)
@@ -258,9 +262,9 @@ def test_the_map_counts_what_was_predicted_and_claimed(kept_apart: Path) -> None
     found = progress()
     assert list(found.kept.predicted) == [first.predictions[0]]
     assert list(found.kept.claimed) == [first.claims[0].name]
-    counts = f"predictions 1 of {len(first.predictions)}, claims 1 of {len(first.claims)}"
+    counts = f"predictions 1 of {len(first.predictions)}, claims 1 of {len(first.claim_names)}"
     assert counts in repr(found) and "the short path" in repr(found)
-    assert f"1 of {len(first.claims)}" in found._repr_html_()
+    assert f"1 of {len(first.claim_names)}" in found._repr_html_()
     assert not progress(reset=True).kept.claimed
 
 
@@ -449,3 +453,53 @@ def test_published_notebooks_lose_what_changes_from_run_to_run() -> None:
     assert book.cells[0].metadata == {"tags": ["a"]}
     assert set(book.metadata) == {"kernelspec", "language_info"}
     nbformat.validate(book)
+
+
+# The record of progress, kept safe.
+
+
+def test_a_damaged_record_is_set_aside_and_said(kept_apart: Path) -> None:
+    kept_apart.write_text('{"passed": {"00-finish')
+    found = check("00-finish-time", find("00-finish-time").solution)
+    (aside,) = kept_apart.parent.glob("*.damaged-*")
+    assert aside.read_text() == '{"passed": {"00-finish' and aside.name in repr(found)
+    assert list(progress().passed) == ["00-finish-time"]
+
+
+def test_notebooks_that_record_at_once_lose_nothing(kept_apart: Path) -> None:
+    code = (
+        "import sys; from gpipe_lab.course.kept import PREDICTED, record\n"
+        "for number in range(30): assert record(PREDICTED, f'{sys.argv[1]}-{number}') == ''"
+    )
+    both = [subprocess.Popen([sys.executable, "-c", code, name]) for name in ("a", "b")]
+    assert [process.wait(60) for process in both] == [0, 0]
+    assert len(progress().kept.predicted) == 60
+
+
+def test_a_cell_that_changes_folder_starts_no_second_record(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv(kept.FILE_VARIABLE, raising=False)
+    before = kept.file_path()
+    monkeypatch.chdir(tmp_path)
+    assert kept.file_path() == before and before.is_absolute()
+    monkeypatch.setenv(kept.FILE_VARIABLE, "~/progress.json")
+    assert kept.file_path() == Path.home() / "progress.json"
+
+
+def test_a_copy_of_a_chapter_is_none_of_the_course(tmp_path: Path) -> None:
+    source = NOTEBOOKS / "00_laundry.ipynb"
+    for name in ("00_laundry.ipynb", "00_laundry-Copy1.ipynb", "00_laundry (1).ipynb"):
+        shutil.copy(source, tmp_path / name)
+    (found,) = chapters(tmp_path)
+    assert found.path.name == "00_laundry.ipynb"
+
+
+def test_claims_are_counted_before_a_chapter_has_been_saved_with_outputs(tmp_path: Path) -> None:
+    notebook = json.loads((NOTEBOOKS / "03_micro_batches.ipynb").read_text(encoding="utf-8"))
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            cell["outputs"] = []
+    path = tmp_path / "03_micro_batches.ipynb"
+    path.write_text(json.dumps(notebook), encoding="utf-8")
+    assert len(read_chapter(path).claim_names) == 5
