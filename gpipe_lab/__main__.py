@@ -7,7 +7,10 @@ python -m gpipe_lab show gpipe 4 8 --svg -o gpipe.svg
 from __future__ import annotations
 
 import argparse
+import inspect
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from .plan.errors import InputError
@@ -19,35 +22,100 @@ from .plan.simulate import Costs, simulate
 from .plan.torch_csv import from_csv
 
 VALID, INVALID, USAGE = 0, 1, 2  # exit codes
+PICTURES = ("svg", "png")
+ENDINGS = {".txt": "text", ".svg": "svg", ".png": "png"}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0 for a schedule that can run, 1 for one that cannot, 2 where nothing was found to look at,
-    or no folder to write into."""
-    parser = _parser()
-    given = parser.parse_args(arguments)
-    if given.source not in SCHEDULES and not Path(given.source).is_file():
-        names = ", ".join(SCHEDULES)
-        print(f"no file {given.source!r}, and no schedule of that name: there are {names}", file=sys.stderr)
-        return USAGE
-    if given.out and not given.out.parent.is_dir():
-        print(f"no folder {str(given.out.parent)!r} to write {given.out.name} into", file=sys.stderr)
+    """0 for a schedule that can run, 1 for one that cannot; 2 where the command itself cannot be followed."""
+    given = _parser().parse_args(arguments)
+    try:
+        kind = _kind(given.kind, given.out)
+        costs = _usable(lambda: Costs(forward=given.forward, backward=given.backward))
+        make = _maker(given.source, given.numbers)
+    except Usage as wrong:
+        print(wrong, file=sys.stderr)
         return USAGE
     try:
-        schedule = _schedule(given.source, given.numbers)
-        words = _in_words(schedule, Costs(forward=given.forward, backward=given.backward))
+        schedule = make()
+        words = _in_words(schedule, costs)
     except InputError as error:
-        print(f"{error}\n\nverdict: {given.source} cannot run")
+        _say(f"{error}\n\nverdict: {given.source} cannot run")
         return INVALID
-    kind = given.kind or (given.out.suffix.lstrip(".") if given.out else "text")
-    if kind in ("svg", "png"):
-        path = given.out or Path(f"{Path(given.source).stem}.{kind}")
-        path.write_bytes(_picture(schedule, kind))
-        words = f"{words}\ndrawn in {path}"
-    elif given.out:
-        given.out.write_text(f"{schedule.grid()}\n", encoding="utf-8")
-    print(words)
+    try:
+        if kind in PICTURES:
+            path = given.out or Path(f"{Path(given.source).stem}.{kind}")
+            path.write_bytes(_picture(schedule, kind))
+            words = f"{words}\ndrawn in {path}"
+        elif given.out:
+            given.out.write_text(f"{schedule.grid()}\n", encoding="utf-8")
+    except OSError as error:
+        print(f"cannot write {error.filename}: {error.strerror}", file=sys.stderr)
+        return USAGE
+    _say(words)
     return VALID
+
+
+class Usage(Exception):
+    """A command that cannot be followed, in a sentence."""
+
+
+def _say(words: str) -> None:
+    """Print; a reader that has seen enough, as `head`, may close the pipe."""
+    try:
+        print(words, flush=True)
+    except BrokenPipeError:
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # for what the interpreter still flushes
+
+
+def _kind(asked: str | None, out: Path | None) -> str:
+    """What to make: as asked for, or as the file's ending says; the two may not contradict."""
+    if out is None:
+        return asked or "text"
+    if out.is_dir():
+        raise Usage(f"{str(out)!r} is a folder; -o names a file, as {out / 'schedule.svg'}")
+    if not out.parent.is_dir():
+        raise Usage(f"no folder {str(out.parent)!r} to write {out.name} into")
+    ending = ENDINGS.get(out.suffix.lower())
+    if ending is None:
+        raise Usage(f"{out.name} ends in none of {', '.join(ENDINGS)}, so there is nothing to write it as")
+    if asked not in (None, ending):
+        raise Usage(f"--{asked} and -o {out.name} contradict each other")
+    return ending
+
+
+def _usable(make: Callable[[], Costs]) -> Costs:
+    try:
+        return make()
+    except InputError as error:
+        raise Usage(f"{error.rule}; got {error.got}") from None
+
+
+def _maker(source: str, numbers: list[int]) -> Callable[[], Schedule]:
+    """What makes the schedule asked for. Raises `Usage` where nothing is there to make it from."""
+    if source in SCHEDULES:
+        constructor = SCHEDULES[source]
+        try:
+            inspect.signature(constructor).bind(*numbers)
+        except TypeError:
+            numbers_of = ", ".join(inspect.signature(constructor).parameters)
+            told = f"{source} takes {numbers_of}; got {len(numbers)} numbers"
+            raise Usage(f"{told}: python -m gpipe_lab show {source} 4 8") from None
+        return lambda: constructor(*numbers)
+    path = Path(source)
+    if not path.is_file():
+        raise Usage(f"no file {source!r}, and no schedule of that name: there are {', '.join(SCHEDULES)}")
+    if numbers:
+        raise Usage(f"a file says by itself how many ranks and micro-batches it has; got {numbers} as well")
+    try:
+        path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise Usage(f"{source} is no text in UTF-8, so it is no CSV that torch or gl.to_csv wrote") from None
+    except OSError as error:
+        raise Usage(f"cannot read {source}: {error.strerror}") from None
+    return lambda: from_csv(path, name=path.stem)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -56,27 +124,14 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("source", help=f"a CSV file as torch writes it, or one of {', '.join(SCHEDULES)}")
     show.add_argument("numbers", nargs="*", type=int, help="for a name: P and M, and for interleaved chunks")
     kinds = show.add_mutually_exclusive_group()
-    for kind in ("text", "svg", "png"):
+    for kind in ("text", *PICTURES):
         kinds.add_argument(f"--{kind}", dest="kind", action="store_const", const=kind)
-    show.add_argument("-o", "--out", type=Path, help="where to; its ending chooses the kind")
+    show.add_argument(
+        "-o", "--out", type=Path, help="where to; its ending, one of txt, svg and png, says what is written"
+    )
     show.add_argument("--forward", type=float, default=1.0, help="ms of a stage's forward (default 1)")
     show.add_argument("--backward", type=float, default=2.0, help="ms of a stage's backward (default 2)")
     return parser
-
-
-def _schedule(source: str, numbers: list[int]) -> Schedule:
-    """Raises `InputError` for a schedule that cannot run, or numbers that do not fit the name."""
-    if source not in SCHEDULES:
-        return from_csv(Path(source), name=Path(source).stem)
-    try:
-        return SCHEDULES[source](*numbers)
-    except TypeError:  # too few or too many numbers
-        raise InputError(
-            f"{source} takes the number of stages and of micro-batches",
-            got=f"{len(numbers)} numbers",
-            where="show",
-            remedy=f"python -m gpipe_lab show {source} 4 8",
-        ) from None
 
 
 def _in_words(schedule: Schedule, costs: Costs) -> str:

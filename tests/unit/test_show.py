@@ -59,10 +59,40 @@ def test_a_schedule_that_cannot_run(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert said.rstrip().endswith("cannot run")
 
 
-@pytest.mark.parametrize("numbers", [[], ["4"], ["0", "8"], ["4", "8", "2", "9"]])
-def test_numbers_that_do_not_fit(numbers: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", "gpipe", *numbers]) == INVALID
+@pytest.mark.parametrize("arguments", [
+    ["gpipe"], ["gpipe", "4"], ["gpipe", "4", "8", "2", "9"], ["interleaved", "4"],
+    ["gpipe", "4", "8", "--forward", "-1"], ["gpipe", "4", "8", "--backward", "nan"],
+    ["gpipe", "2", "2", "-o", "."], ["gpipe", "2", "2", "-o", "a.pdf"], ["gpipe", "2", "2", "-o", "a.jpg"],
+    ["gpipe", "2", "2", "-o", "noending"], ["gpipe", "2", "2", "--png", "-o", "a.svg"],
+    ["gpipe", "2", "2", "--text", "-o", "a.PNG"], ["good.csv", "99", "77"], ["binary.csv"],
+    ["gpipe", "2", "2", "-o", "/proc/a.svg"],
+])  # fmt: skip
+def test_what_cannot_be_followed_is_told_in_a_line(
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    gl.to_csv(gl.gpipe(2, 2), "good.csv")
+    Path("binary.csv").write_bytes(b"\xff\xfe0\x00F\x00")
+    before = sorted(tmp_path.iterdir())
+    assert main(["show", *arguments]) == USAGE
+    said = capsys.readouterr()
+    assert said.out == "" and len(said.err.splitlines()) == 1
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_numbers_of_which_no_schedule_can_be_made(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "gpipe", "0", "8"]) == INVALID
     assert "rule:" in capsys.readouterr().out
+
+
+def test_a_reader_that_has_seen_enough_may_go() -> None:
+    command = f"{sys.executable} -m gpipe_lab show gpipe 8 512 | head -n 1"
+    root = Path(gl.__file__).parents[1]
+    done = subprocess.run(["sh", "-c", command], cwd=root, capture_output=True, text=True)
+    assert done.stdout.startswith("gpipe, P = 8") and done.stderr == ""
 
 
 def test_p_counts_ranks_where_a_rank_holds_several_stages(capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,7 +114,7 @@ def test_nothing_to_look_at(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused.value.code == USAGE
 
 
-@pytest.mark.parametrize("chosen", [["--svg", "-o", "a.any"], ["-o", "a.svg"], ["--svg"]])
+@pytest.mark.parametrize("chosen", [["--svg", "-o", "a.svg"], ["-o", "a.svg"], ["-o", "a.SVG"], ["--svg"]])
 def test_svg(
     chosen: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
