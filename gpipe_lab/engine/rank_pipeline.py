@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ class PipelineSpec:
     loss_fn: LossFn | None = None
     optimizer: Callable[[NamedParameters], torch.optim.Optimizer] | None = None
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
+    scheduler_per: str = "step"  # or "epoch": it moves when it is told to
     max_norm: float | None = None
     ties: tuple[Tie, ...] = ()
     replica: int = 0
@@ -101,11 +103,11 @@ class RankPipeline:
             remedy="functools.partial(torch.optim.SGD, lr=0.1)",
         )
         require(
-            self.scheduler is None or steps_alone(type(self.scheduler)),
+            self.scheduler is None or self.spec.scheduler_per == "epoch" or steps_alone(type(self.scheduler)),
             "scheduler gives one whose step needs no metric",
             got=type(self.scheduler).__name__,
             where="scheduler",
-            remedy="functools.partial(torch.optim.lr_scheduler.StepLR, step_size=10)",
+            remedy='scheduler_per="epoch", and pipe.scheduler_step(metric) after each',
         )
 
     def _build(self, spec: StageSpec) -> Stage:
@@ -190,12 +192,33 @@ class RankPipeline:
         if self.optimizer is not None:
             self.optimizer.step()
             self.count_optimizer()
-        if self.scheduler is not None:
+        if self.scheduler is not None and self.spec.scheduler_per == "step":
             self.scheduler.step()
         self._gradients_are_used = True
         started, ended = self.device.times([start, self.device.stamp()])
         self.executor.board.clear()
         return Event(self.rank, COMPUTE_LANE, op, started, ended)
+
+    def scheduler_step(self, *metrics: float) -> None:
+        """Move the scheduler on by one."""
+        if self.scheduler is not None:
+            self.scheduler.step(*metrics)
+
+    def set_lr(self, lr: float) -> None:
+        """Give every group of the optimizer this learning rate."""
+        for group in [] if self.optimizer is None else self.optimizer.param_groups:
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+
+    def learning_rates(self) -> dict[str, float]:
+        """The learning rate of each trained parameter here; none from a copy."""
+        if self.optimizer is None or self.spec.replica > 0:
+            return {}
+        names = {id(p): name for name, p in self.parameters.items()}
+        groups = self.optimizer.param_groups
+        return {names[id(p)]: float(group["lr"]) for group in groups for p in group["params"]}
 
     def count_optimizer(self) -> None:
         """Tell the ledger what the optimizer holds now."""
@@ -221,14 +244,20 @@ class RankPipeline:
         self.gradients.zero()
         self._gradients_are_used = False
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> dict[str, Any]:
         """Weights and buffers of the stages here, under whole-model names, on the CPU; none from a copy."""
         if self.spec.replica > 0:
             return {}
-        return {name: value.detach().cpu().clone() for name, value in self.weights().items()}
+        return {
+            name: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+            for name, value in self.weights().items()
+        }
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        """Weights and buffers of the stages here, under whole-model names: the live tensors."""
+    def weights(self) -> dict[str, Any]:
+        """Weights and buffers of the stages here, under whole-model names: the live tensors.
+
+        What a layer's `get_extra_state` gives is among them, and is seldom a tensor.
+        """
         return dict(self._named(lambda layer: layer.state_dict().items()))
 
     def pending_gradients(self) -> dict[str, torch.Tensor]:
@@ -237,15 +266,20 @@ class RankPipeline:
             return {}
         return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> dict[str, tuple[int, ...] | None]:
         """What `load_state_dict` here has to be given: the shapes of weights and buffers, by name."""
-        return {name: tuple(value.shape) for name, value in self.weights().items()}
+        return {name: shape_of(value) for name, value in self.weights().items()}
 
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the entries that belong to the stages here; raises `RuntimeError` where one is missing."""
         for prefix, layer in self._layers():
             start = f"{prefix}."
             layer.load_state_dict({k[len(start) :]: v for k, v in state.items() if k.startswith(start)})
+
+
+def shape_of(value: Any) -> tuple[int, ...] | None:
+    """A tensor's shape; None for what is not a tensor."""
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
 
 
 def steps_alone(kind: type | None) -> bool:

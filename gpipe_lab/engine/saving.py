@@ -4,24 +4,30 @@ A state folder holds one save, `save-000007`, in the format of torch.distributed
 written under a name that nobody reads, renamed once every rank has written, and only then the old one goes:
 a crash at any moment leaves a save that is whole. Names are those of the whole model, so that a state is
 read at any number of stages. On several hosts the folder is on a disk that all of them see.
+
+Optimizers are not saved by `torch.distributed.checkpoint.state_dict`: it has one that has not stepped yet
+take a step first, after which training would not go on as it would have.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-import warnings
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..plan.errors import require
+from ..plan.errors import InputError, require
 from .rank_pipeline import RankPipeline
 
-Route = tuple[str, ...]  # where an entry is in the tree: ("optimizer", "0.weight", "exp_avg")
+State = dict[str, Any]
+Ties = tuple[tuple[str, ...], ...]  # the names of each tied weight
+Shapes = Mapping[str, tuple[int, ...] | None]  # None: not a tensor
+Home = tuple[State, int]  # where a parameter was saved: a rank's settings, and the group of its optimizer
+Source = tuple[State, int, int]  # a saved scheduler, a group of its optimizer's, and how many that had
 NOT_SETTINGS = ("params", "param_names")  # of an optimizer's group: which parameters, not how they move
 _PREFIX = "save-"
 _UNFINISHED = ".part"
@@ -41,7 +47,7 @@ def save_state(pipeline: RankPipeline, folder: str | Path, steps: int) -> Path:
     save = Path(folder) / name[0]
     unfinished = save.with_name(save.name + _UNFINISHED)
     try:
-        dcp.save(state_tree(pipeline, steps), checkpoint_id=unfinished)
+        dcp.save(_state_of(pipeline, steps), checkpoint_id=unfinished)
     except CheckpointException as error:
         reasons = "; ".join(f"rank {rank}: {what[0]}" for rank, what in error.failures.items())
         raise RuntimeError(f"the state could not be saved in {folder}: {reasons}") from error
@@ -51,44 +57,83 @@ def save_state(pipeline: RankPipeline, folder: str | Path, steps: int) -> Path:
     return save
 
 
+def _state_of(pipeline: RankPipeline, steps: int) -> State:
+    """What this rank has to save; an equal entry of several ranks is written by one of them.
+
+    `settings` has, for each rank with an optimizer, its groups and its scheduler: stages may group their
+    weights differently. Tuples are written as one entry each.
+    """
+    ties = tuple(tie.names for tie in pipeline.spec.ties)
+    optimizer, scheduler = pipeline.optimizer, pipeline.scheduler
+    names = {id(p): _saved_name(name, ties) for name, p in pipeline.parameters.items()}
+    state: State = {
+        "training": {"steps": steps, "ties": ties},
+        "weights": {_saved_name(name, ties): value for name, value in pipeline.weights().items()},
+        "gradients": {_saved_name(n, ties): value for n, value in pipeline.pending_gradients().items()},
+        "optimizer": {},
+        "settings": {},
+    }
+    if optimizer is not None:
+        state["optimizer"] = {names[id(p)]: dict(s) for p, s in optimizer.state.items() if id(p) in names}
+        if pipeline.spec.replica == 0:
+            state["settings"][str(pipeline.rank)] = {
+                "optimizer": _kind(optimizer),
+                "groups": tuple(
+                    (tuple(names[id(p)] for p in group["params"]), tuple(_settings(group).items()))
+                    for group in optimizer.param_groups
+                ),
+                "scheduler": "" if scheduler is None else _kind(scheduler),
+                "schedule": () if scheduler is None else tuple(scheduler.state_dict().items()),
+            }
+    return state
+
+
 def load_state(pipeline: RankPipeline, folder: str | Path) -> int:
     """Take on what a state folder has for the stages here; the number of steps that led to it.
 
     Weights, optimizer, learning rates and gradients not yet used are set; what was saved without an
-    optimizer leaves the one here as it is. Raises `InputError` where there is no save, or one that lacks a
-    weight.
+    optimizer leaves the one here as it is. All ranks call this together: where the state does not fit on one
+    of them, all raise its `InputError`, and nothing has changed.
     """
     save = latest_save(folder)
-    training = {route[1]: value for route, value in read(save, lambda route: route[0] == "training").items()}
-    ties = training["ties"]
-    weights = pipeline.weights()
-    stored = {name: _stored_name(own, ties) for name, own in _stored_names(pipeline).items()}
-    wanted = set(stored.values())
-    entries = read(save, lambda route: route[0] != "training" and route[1] in wanted)
-    found: dict[str, dict[str, Any]] = {part: {} for part in ("weights", "gradients", "groups", "optimizer")}
-    for (part, name, *key), value in entries.items():
-        if key:
-            found[part].setdefault(name, {})[key[0]] = value
-        else:
-            found[part][name] = value
-    missing = [name for name in weights if stored[name] not in found["weights"]]
-    require(
-        not missing,
-        "a state has every weight of the model that takes it on",
-        got=f"none for {', '.join(missing)}",
-        where=str(save),
-        remedy="load it into the model that it was saved from",
-    )
-    pipeline.load_state_dict({name: found["weights"][stored[name]] for name in weights})
+    about = _read(save, {"training", "settings"})
+    ties, settings = about["training"]["ties"], list(about.get("settings", {}).values())
+    own_ties = tuple(tie.names for tie in pipeline.spec.ties)
+
+    def saved_name(name: str) -> str:
+        return _saved_name(_saved_name(name, own_ties), ties)
+
+    here = {saved_name(name) for name in (*pipeline.weights(), *pipeline.parameters)}
+    saved = _read(save, {f"{part}.{name}" for part in ("weights", "gradients", "optimizer") for name in here})
+    names = {id(p): saved_name(name) for name, p in pipeline.parameters.items()}
+    homes = {n: (rank, i) for rank in settings for i, (group, _) in enumerate(rank["groups"]) for n in group}
+    refused, optimizer = None, None
+    try:
+        _require_kind(pipeline.optimizer, {each["optimizer"] for each in settings}, save)
+        _require_kind(pipeline.scheduler, {each["scheduler"] for each in settings}, save)
+        if pipeline.optimizer is not None:
+            states = saved.get("optimizer", {})
+            optimizer = _optimizer_state(pipeline.optimizer, names, homes, states, save)
+    except InputError as error:
+        refused = error
+    whole = _agreed(refused, pipeline.shapes())
+    given = saved_shapes(save)
+    found = {name: given[saved_name(name)] for name in whole if saved_name(name) in given}
+    require_fitting({name: shape for name, shape in given.items() if name not in whole} | found, whole, save)
+
+    pipeline.load_state_dict({name: saved["weights"][saved_name(name)] for name in pipeline.weights()})
     pipeline.zero_grad()
-    pipeline.gradients.restore({n: found["gradients"].get(stored[n]) for n in pipeline.parameters})
-    if pipeline.optimizer is not None:
-        names = {id(p): stored[name] for name, p in pipeline.parameters.items()}
-        _restore_optimizer(pipeline.optimizer, names, found["groups"], found["optimizer"], save)
+    gradients = saved.get("gradients", {})
+    pipeline.gradients.restore({name: gradients.get(saved_name(name)) for name in pipeline.parameters})
+    if optimizer is not None:
+        pipeline.optimizer.load_state_dict(optimizer)  # type: ignore[union-attr]
         pipeline.count_optimizer()
-    if pipeline.scheduler is not None and training["scheduler"]:
-        pipeline.scheduler.load_state_dict(dict(training["scheduler"]))
-    return training["steps"]
+    schedules = [dict(each["schedule"]) for each in settings if each["scheduler"]]
+    if pipeline.scheduler is not None and schedules:
+        sources = _sources(pipeline.optimizer, names, homes)  # type: ignore[arg-type]
+        own = pipeline.scheduler.state_dict()
+        pipeline.scheduler.load_state_dict(_scheduler_state(own, schedules[0], sources))
+    return about["training"]["steps"]
 
 
 def load_weights(folder: str | Path) -> dict[str, torch.Tensor]:
@@ -96,10 +141,27 @@ def load_weights(folder: str | Path) -> dict[str, torch.Tensor]:
 
     Names are those of the whole model, tied weights under each of theirs. Needs no process group.
     """
-    entries = read(latest_save(folder), lambda route: route[0] in ("weights", "training"))
-    ties = entries["training", "ties"]
-    weights = {route[1]: value for route, value in entries.items() if route[0] == "weights"}
-    return weights | {name: weights[names[0]] for names in ties for name in names}
+    saved = _read(latest_save(folder), {"weights", "training"})
+    weights = saved["weights"]
+    return weights | {name: weights[names[0]] for names in saved["training"]["ties"] for name in names}
+
+
+def require_fitting(given: Shapes, expected: Shapes, where: object) -> None:
+    """Raise `InputError` for the shapes of another model's state than that with the `expected` ones."""
+    wrong = [f"no {name}" for name in expected if name not in given]
+    wrong += [f"{name}, which the model has not" for name in given if name not in expected]
+    wrong += [
+        f"{name} of shape {given[name]} for {shape}"
+        for name, shape in expected.items()
+        if given.get(name, shape) != shape
+    ]
+    require(
+        not wrong,
+        "a state has the weights and buffers of the whole model, as pipe.state_dict() does",
+        got="; ".join(wrong[:5]) + (f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""),
+        where=str(where),
+        remedy="load it into the model that it was saved from",
+    )
 
 
 def latest_save(folder: str | Path) -> Path:
@@ -121,86 +183,113 @@ def saves(folder: str | Path) -> list[Path]:
     return sorted((p for p in found if _number(p) is not None), key=lambda p: _number(p) or 0)
 
 
-def state_tree(pipeline: RankPipeline, steps: int) -> dict[str, Any]:
-    """What this rank has to save; an equal entry of several ranks is written by one of them.
+def saved_shapes(save: Path) -> Shapes:
+    """The shapes of the weights and buffers in a save, by the names they are saved under."""
+    from torch.distributed.checkpoint import FileSystemReader
 
-    Settings and the like are tuples of pairs, which are written as one entry each.
-    """
-    ties = tuple(tie.names for tie in pipeline.spec.ties)
-    stored = _stored_names(pipeline)
-    scheduler = () if pipeline.scheduler is None else tuple(pipeline.scheduler.state_dict().items())
-    tree: dict[str, Any] = {
-        "training": {"steps": steps, "ties": ties, "scheduler": scheduler},
-        "weights": {stored[name]: value for name, value in pipeline.weights().items()},
-        "gradients": {stored[name]: value for name, value in pipeline.pending_gradients().items()},
-        "optimizer": {},
-        "groups": {},
-    }
-    names = {id(p): stored[name] for name, p in pipeline.parameters.items()}
-    for group in [] if pipeline.optimizer is None else pipeline.optimizer.param_groups:
-        settings = tuple((key, value) for key, value in group.items() if key not in NOT_SETTINGS)
-        for parameter in group["params"]:
-            tree["groups"][names[id(parameter)]] = settings
-            tree["optimizer"][names[id(parameter)]] = dict(pipeline.optimizer.state[parameter])  # type: ignore[union-attr]
-    return tree
+    metadata = FileSystemReader(save).read_metadata()
+    entries = [(metadata.planner_data[key], entry) for key, entry in metadata.state_dict_metadata.items()]
+    sizes = {path[1]: getattr(entry, "size", None) for path, entry in entries if path[0] == "weights"}
+    return {name: None if size is None else tuple(size) for name, size in sizes.items()}
 
 
-def read(save: Path, wanted: Callable[[Route], bool]) -> dict[Route, Any]:
-    """The entries of a save whose route is wanted, on the CPU."""
-    from torch.distributed import checkpoint as dcp
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+def _read(save: Path, keys: set[str]) -> State:
+    """What a save has under each of `keys`, on the CPU; each process reads by itself."""
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-    reader = dcp.FileSystemReader(save)
-    metadata = reader.read_metadata()
-    routes = {key: tuple(map(str, route)) for key, route in metadata.planner_data.items()}
-    entries = {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype)
-        if isinstance(entry, TensorStorageMetadata)
-        else None
-        for key, entry in metadata.state_dict_metadata.items()
-        if wanted(routes[key])
-    }
-    if entries:
-        with warnings.catch_warnings():  # each process reads by itself, as is meant
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(entries, storage_reader=reader, no_dist=True)
-    return {routes[key]: value for key, value in entries.items()}
+    found: State = {}  # read as torch's own dcp_to_torch_save does
+    planner = _EmptyStateDictLoadPlanner(keys=keys)
+    _load_state_dict(found, storage_reader=FileSystemReader(save), planner=planner, no_dist=True)
+    return found
 
 
-def _stored_names(pipeline: RankPipeline) -> dict[str, str]:
-    """What the weights here are called and the name that each is saved under."""
-    ties = tuple(tie.names for tie in pipeline.spec.ties)
-    return {name: _stored_name(name, ties) for name in (*pipeline.weights(), *pipeline.parameters)}
+def _agreed(refused: InputError | None, shapes: Shapes) -> Shapes:
+    """The shapes of the whole model, from all ranks; raises what one of them has refused."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (refused, shapes))
+    for error, _ in found:
+        if error is not None:
+            raise error
+    return {name: shape for _, part in found for name, shape in part.items()}
 
 
-def _stored_name(name: str, ties: tuple[tuple[str, ...], ...]) -> str:
+def _saved_name(name: str, ties: Ties) -> str:
     """The name that a weight is saved under: of tied ones the first."""
     return next((names[0] for names in ties if name in names), name)
 
 
-def _restore_optimizer(
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in NOT_SETTINGS}
+
+
+def _kind(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _require_kind(own: object | None, saved: set[str], save: Path) -> None:
+    """An optimizer's or scheduler's state is for its own class; none at all leaves the new one as it is."""
+    others = saved - {"", _kind(own)}
+    require(
+        own is None or not others,
+        "an optimizer or scheduler goes on from the state of one of its own kind",
+        got=f"{', '.join(sorted(others))} saved, for {_kind(own)}",
+        where=str(save),
+        remedy="make the pipeline with the kind that was saved, or take the weights alone: "
+        "pipe.load_state_dict(gl.load_weights(folder))",
+    )
+
+
+def _optimizer_state(
     optimizer: torch.optim.Optimizer,
-    names: dict[int, str],
-    settings: dict[str, Any],
-    states: dict[str, dict[str, Any]],
+    names: Mapping[int, str],
+    homes: Mapping[str, Home],
+    states: Mapping[str, State],
     save: Path,
-) -> None:
-    """Give an optimizer the saved settings of its groups and states of its parameters, known by `names`."""
-    own = optimizer.state_dict()
-    for group, saved in zip(optimizer.param_groups, own["param_groups"], strict=True):
-        found = [settings[names[id(p)]] for p in group["params"] if names[id(p)] in settings]
+) -> State:
+    """An optimizer's state with the saved settings of its groups and states of its parameters."""
+    state = optimizer.state_dict()
+    for group, own in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        here = [names[id(p)] for p in group["params"]]
+        found = [rank["groups"][index][1] for rank, index in (homes[n] for n in here if n in homes)]
         require(
             all(one == found[0] for one in found),
             "parameters of one group of the optimizer were saved with the same settings",
-            got=", ".join(names[id(p)] for p in group["params"]),
+            got=", ".join(here),
             where=str(save),
             remedy="group the parameters as when they were saved",
         )
-        saved.update(found[0] if found else {})
-        for index, parameter in zip(saved["params"], group["params"], strict=True):
-            if states.get(names[id(parameter)]):
-                own["state"][index] = states[names[id(parameter)]]
-    optimizer.load_state_dict(own)
+        own.update(found[0] if found else ())
+        state["state"] |= {i: states[n] for i, n in zip(own["params"], here, strict=True) if n in states}
+    return state
+
+
+def _sources(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], homes: Mapping[str, Home]
+) -> list[Source | None]:
+    """For each group of an optimizer the saved group of its parameters, None where none was saved."""
+    groups = [[homes.get(names[id(p)]) for p in group["params"]] for group in optimizer.param_groups]
+    found = [next((home for home in group if home is not None), None) for group in groups]
+    return [h and (dict(h[0]["schedule"]), h[1], len(h[0]["groups"])) for h in found]
+
+
+def _scheduler_state(own: State, saved: State, sources: Sequence[Source | None]) -> State:
+    """The saved state of a scheduler for groups that may be others than those it was saved with.
+
+    own: its state as it was made here. A list with an entry for each group has those of the groups' sources.
+    """
+    state = dict(saved)
+    for key, value in own.items():
+        if not isinstance(value, list) or saved.get(key, value) == value:
+            continue
+        found = [None if source is None else (source[0][key], *source[1:]) for source in sources]
+        if key == "_schedulers":  # the states of those that torch's SequentialLR and ChainedScheduler hold
+            inner = [[s and (s[0][i], *s[1:]) for s in found] for i in range(len(value))]
+            state[key] = [_scheduler_state(*each) for each in zip(value, saved[key], inner, strict=True)]
+        elif len(value) == len(found) and all(s is None or len(s[0]) == s[2] for s in found):
+            state[key] = [old if s is None else s[0][s[1]] for old, s in zip(value, found, strict=True)]
+    return state
 
 
 def _number(save: Path) -> int | None:

@@ -18,6 +18,7 @@ from ..engine.saving import load_state as read_state
 from ..engine.saving import save_state as write_state
 from ..engine.stage import Objective
 from ..engine.transport import Links, open_links
+from ..plan.errors import InputError
 from .worker import RankContext
 
 
@@ -91,8 +92,12 @@ def save_state(context: RankContext, key: str, folder: str, steps: int) -> str:
     return str(write_state(context.state[key], folder, steps))
 
 
-def load_state(context: RankContext, key: str, folder: str) -> int:
-    return read_state(context.state[key], folder)
+def load_state(context: RankContext, key: str, folder: str) -> int | InputError:
+    """The steps behind the state, or why it does not fit: the pipeline then keeps what it has."""
+    try:
+        return read_state(context.state[key], folder)
+    except InputError as refused:
+        return refused
 
 
 def _build(context: RankContext, spec: PipelineSpec) -> RankPipeline:

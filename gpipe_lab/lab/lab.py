@@ -205,6 +205,7 @@ class Lab:
         loss_reduction: str | None = None,
         optimizer: Callable | None = None,
         scheduler: Callable | None = None,
+        scheduler_per: str = "step",
         max_norm: float | None = None,
         partition: Partition = "uniform",
         stage_to_rank: Sequence[int] | Schedule | None = None,
@@ -216,7 +217,8 @@ class Lab:
         """Put a model's stages on the ranks, to stay there from step to step.
 
         optimizer: a function from named parameters to a torch Optimizer, such as
-        `functools.partial(torch.optim.SGD, lr=0.1)`; scheduler: from that to a learning-rate scheduler.
+        `functools.partial(torch.optim.SGD, lr=0.1)`; scheduler: from that to a learning-rate scheduler, which
+        moves at every update, or with `scheduler_per="epoch"` when `pipe.scheduler_step()` is called.
         max_norm: clip gradients by their norm over all stages. stage_to_rank: where the stages are, for
         schedules with several on a rank, `gl.interleaved(4, 8)` itself or its tuple; one stage a rank unless
         given. num_replicas: of num_ranks / num_replicas ranks each. The rest is as in `run`.
@@ -228,6 +230,7 @@ class Lab:
             loss=loss,
             optimizer=optimizer,
             scheduler=scheduler,
+            scheduler_per=scheduler_per,
             max_norm=max_norm,
             partition=partition,
             stage_to_rank=stage_to_rank,

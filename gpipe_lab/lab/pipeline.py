@@ -17,10 +17,10 @@ import torch
 
 from ..engine.batch import Tree
 from ..engine.pace import Pace
-from ..engine.rank_pipeline import steps_alone
-from ..engine.saving import latest_save
+from ..engine.rank_pipeline import shape_of, steps_alone
+from ..engine.saving import latest_save, require_fitting
 from ..engine.stage import StepContext
-from ..plan.errors import require, require_count
+from ..plan.errors import InputError, require, require_count
 from ..plan.schedule import Schedule
 from ..plan.schedules import forward_only, replicate
 from ..plan.units import parse_bytes
@@ -39,7 +39,6 @@ from .step import (
     parts_of,
     plan_step,
     read_spec,
-    require_fitting,
 )
 
 if TYPE_CHECKING:
@@ -64,6 +63,7 @@ class Pipeline:
         loss: LossOptions,
         optimizer: Callable | None,
         scheduler: Callable | None,
+        scheduler_per: str,
         max_norm: float | None,
         partition: Partition,
         stage_to_rank: Sequence[int] | Schedule | None,
@@ -80,13 +80,23 @@ class Pipeline:
                 where="Lab.pipeline",
                 remedy="optimizer=functools.partial(torch.optim.SGD, lr=0.1)",
             )
+            given_a_metric = name == "scheduler" and scheduler_per == "epoch"
             require(
-                steps_alone(_class_made_by(function)),
+                given_a_metric or steps_alone(_class_made_by(function)),
                 f"the step of an {name} here needs neither a closure nor a metric",
                 got=f"{name} makes a {getattr(_class_made_by(function), '__name__', '')}",
                 where="Lab.pipeline",
-                remedy="torch.optim.AdamW; torch.optim.lr_scheduler.StepLR",
+                remedy="torch.optim.AdamW"
+                if name == "optimizer"
+                else 'scheduler_per="epoch", and pipe.scheduler_step(metric) after each',
             )
+        require(
+            scheduler_per in ("step", "epoch"),
+            'scheduler_per is "step" or "epoch"',
+            got=f"scheduler_per={scheduler_per!r}",
+            where="Lab.pipeline",
+            remedy='scheduler_per="epoch", and pipe.scheduler_step() after each',
+        )
         require(
             scheduler is None or optimizer is not None,
             "a scheduler needs an optimizer",
@@ -111,7 +121,8 @@ class Pipeline:
         self.num_replicas = num_replicas
         self.stage_to_rank = _placement(stage_to_rank, max(lab.num_ranks // num_replicas, 1))
         self._stages = cut(model, len(self.stage_to_rank), partition)
-        self._options = {"optimizer": optimizer, "scheduler": scheduler, "max_norm": max_norm, "ties": ties}
+        self._options: dict[str, Any] = {"optimizer": optimizer, "scheduler": scheduler}
+        self._options |= {"scheduler_per": scheduler_per, "max_norm": max_norm, "ties": ties}
         self._key = f"pipeline {next(_keys)}"
         self._steps = 0
         self._build()
@@ -198,6 +209,52 @@ class Pipeline:
     def zero_grad(self) -> None:
         self._ask("zero_grad")
 
+    def scheduler_step(self, *metrics: float) -> None:
+        """Move the scheduler on, after an epoch say: for a pipeline made with `scheduler_per="epoch"`.
+
+        metrics: what the scheduler's own step is given, such as a loss for ReduceLROnPlateau.
+        """
+        require(
+            self._options["scheduler"] is not None and self._options["scheduler_per"] == "epoch",
+            "a scheduler moves at every update, or when it is told to",
+            got=f"scheduler={self._options['scheduler']!r}, scheduler_per={self._options['scheduler_per']!r}",
+            where="Pipeline.scheduler_step",
+            remedy='lab.pipeline(..., scheduler=..., scheduler_per="epoch")',
+        )
+        require(
+            bool(metrics) or steps_alone(_class_made_by(self._options["scheduler"])),
+            "a scheduler that goes by a metric is given one",
+            got="scheduler_step()",
+            where="Pipeline.scheduler_step",
+            remedy="pipe.scheduler_step(pipe.evaluate(inputs, targets))",
+        )
+        self._ask("scheduler_step", *metrics)
+
+    def set_lr(self, lr: float) -> None:
+        """Give all weights this learning rate from now on, as `group["lr"] = lr` does in torch.
+
+        A scheduler that works from the rates it began with (LambdaLR, OneCycleLR) goes back to its own.
+        """
+        require(
+            isinstance(lr, int | float) and math.isfinite(lr) and lr >= 0,
+            "a learning rate is a number, not negative",
+            got=f"lr={lr!r}",
+            where="Pipeline.set_lr",
+            remedy="pipe.set_lr(0.01)",
+        )
+        require(
+            self._options["optimizer"] is not None,
+            "learning rates are an optimizer's",
+            got="optimizer=None",
+            where="Pipeline.set_lr",
+            remedy="lab.pipeline(..., optimizer=functools.partial(torch.optim.SGD, lr=0.1))",
+        )
+        self._ask("set_lr", lr)
+
+    def learning_rates(self) -> dict[str, float]:
+        """Whole-model parameter names to the learning rates of the next update."""
+        return joined(self._stages, self._ask("learning_rates"))
+
     def gradients(self) -> dict[str, torch.Tensor]:
         """Whole-model parameter names to accumulated gradients, on the CPU."""
         return joined(self._stages, self._call(jobs.gradients))
@@ -210,7 +267,8 @@ class Pipeline:
         """Set the weights and buffers; brings back a pipeline that was lost, with a new optimizer."""
         if self._is_lost:
             self._build()
-        require_fitting(state, joined(self._stages, self._ask("shapes")))
+        given = {name: shape_of(value) for name, value in state.items()}
+        require_fitting(given, joined(self._stages, self._ask("shapes")), "Pipeline.load_state_dict")
         parts = parts_of(self._stages, self.stage_to_rank, state)
         self._call(jobs.ask, [("load_state_dict", part) for part in parts] * self.num_replicas)
 
@@ -245,7 +303,10 @@ class Pipeline:
         latest_save(folder)
         if self._is_lost:
             self._build()
-        self._steps = self._call(jobs.load_state, [(os.path.abspath(folder),)] * self.lab.num_ranks)[0]
+        found = self._call(jobs.load_state, [(os.path.abspath(folder),)] * self.lab.num_ranks)[0]
+        if isinstance(found, InputError):
+            raise found
+        self._steps = found
 
     @property
     def _is_lost(self) -> bool:
@@ -311,8 +372,8 @@ class Pipeline:
         args = args_by_rank if args_by_rank is not None else [()] * self.lab.num_ranks
         return self.lab.call(function, [(self._key, *rest) for rest in args], generation=self._generation)
 
-    def _ask(self, method: str) -> list[Any]:
-        return self._call(jobs.ask, [(method,)] * self.lab.num_ranks)
+    def _ask(self, method: str, *args: Any) -> list[Any]:
+        return self._call(jobs.ask, [(method, *args)] * self.lab.num_ranks)
 
 
 def _placement(given: Sequence[int] | Schedule | None, num_ranks: int) -> tuple[int, ...]:

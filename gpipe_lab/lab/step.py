@@ -45,24 +45,6 @@ def parts_of(
     return [{name: value for name, value in state.items() if name.startswith(here)} for here in prefixes]
 
 
-def require_fitting(state: Mapping[str, torch.Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise `InputError` for a state of another model than the one with the `expected` shapes."""
-    given = {name: tuple(value.shape) for name, value in state.items()}
-    wrong = [f"no {name}" for name in expected if name not in given]
-    wrong += [f"{name}, which the model has not" for name in given if name not in expected]
-    wrong += [
-        f"{name} of shape {given[name]} for {shape}"
-        for name, shape in expected.items()
-        if given.get(name, shape) != shape
-    ]
-    require(
-        not wrong,
-        "a state has the weights and buffers of the whole model, as pipe.state_dict() does",
-        got="; ".join(wrong[:5]) + (f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""),
-        where="Pipeline.load_state_dict",
-    )
-
-
 Partition = str | Sequence[int]
 Ties = Sequence[tuple[str, ...]]
 
@@ -406,6 +388,7 @@ def read_spec(
     loss_fn: LossFn | None = None,
     optimizer: Callable | None = None,
     scheduler: Callable | None = None,
+    scheduler_per: str = "step",
     max_norm: float | None = None,
     num_replicas: int = 1,
 ) -> list[PipelineSpec]:
@@ -422,6 +405,7 @@ def read_spec(
             loss_fn=loss_fn,
             optimizer=optimizer,
             scheduler=scheduler,
+            scheduler_per=scheduler_per,
             max_norm=max_norm,
             ties=tuple(found),
             replica=rank // ranks_per_replica,

@@ -96,6 +96,57 @@ def test_clipping_uses_the_norm_over_all_stages_and_schedulers_step(lab_of):
     assert runs[0].grad_norm > 0.01
 
 
+def test_a_scheduler_moves_by_epoch_where_that_is_asked_for(lab_of):
+    lr = torch.optim.lr_scheduler
+    halve = functools.partial(lr.StepLR, step_size=1, gamma=0.5)
+    options = {"loss_fn": F.mse_loss, "optimizer": SGD, "scheduler_per": "epoch"}
+    pipe = lab_of(2).pipeline(make_model(), scheduler=halve, **options)
+    for epoch in range(3):
+        for _ in range(2):
+            pipe.step(gl.gpipe(2, 2), *make_batch())
+            assert set(pipe.learning_rates().values()) == {0.1 * 0.5**epoch}
+        pipe.scheduler_step()
+    plateau = functools.partial(lr.ReduceLROnPlateau, factor=0.1, patience=0)
+    pipe = lab_of(2).pipeline(make_model(), scheduler=plateau, **options)
+    found = []
+    for metric in (3.0, 2.0, 2.5, 1.0):
+        pipe.scheduler_step(metric)
+        found.append(pipe.learning_rates()["0.0.weight"])
+    assert found == pytest.approx([0.1, 0.1, 0.01, 0.01], rel=1e-12)
+    with pytest.raises(gl.InputError, match="is given one"):
+        pipe.scheduler_step()
+    for refused in (
+        lambda: lab_of(2).pipeline(make_model(), optimizer=SGD, scheduler=halve).scheduler_step(),
+        lambda: lab_of(2).pipeline(make_model(), optimizer=SGD).scheduler_step(),
+        lambda: lab_of(2).pipeline(make_model(), optimizer=SGD, scheduler_per="batch"),
+    ):
+        with pytest.raises(gl.InputError, match='scheduler_per="epoch"'):
+            refused()
+
+
+def test_a_learning_rate_set_in_mid_training(lab_of):
+    model = make_model()
+    optimizer = SGD(model.parameters())
+    pipe = lab_of(2).pipeline(make_model(), loss_fn=F.mse_loss, optimizer=SGD)
+    for step, lr in enumerate((0.1, 0.1, 0.02, 0)):
+        pipe.set_lr(lr)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        x, y = make_batch(seed=step)
+        pipe.step(gl.gpipe(2, 2), x, y)
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        assert set(pipe.learning_rates().values()) == {lr}
+    for name, value in pipe.state_dict().items():
+        assert torch.allclose(value, model.state_dict()[name], rtol=1e-10, atol=1e-12)
+    for wrong in (-1.0, float("nan"), "0.1"):
+        with pytest.raises(gl.InputError, match="a learning rate is a number"):
+            pipe.set_lr(wrong)
+    with pytest.raises(gl.InputError, match="an optimizer's"):
+        lab_of(2).pipeline(make_model()).set_lr(0.1)
+
+
 def test_two_steps_without_zeroing_give_exactly_twice_one(lab_of):
     pipe = lab_of(3).pipeline(make_model(), loss_fn=F.mse_loss)
     x, y = make_batch()

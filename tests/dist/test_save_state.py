@@ -177,8 +177,9 @@ def test_groups_of_an_optimizer_keep_their_settings(lab_of, tmp_path):
     found = lab_of(2).launch(group_settings, other._key)
     assert found == [[(0.025, 0.01), (0.025, 0.0)]] * 2
     mixed = make_pipe(lab_of(2), scheduler=None)
-    with pytest.raises(gl.RankFailed, match="saved with the same settings"):
+    with pytest.raises(gl.InputError, match="saved with the same settings"):
         mixed.load_state(tmp_path)
+    train(mixed, range(1))
 
 
 def group_settings(context, key):
@@ -243,16 +244,158 @@ def test_a_rank_that_cannot_write_is_told(lab_of, tmp_path):
     pipe.load_state(tmp_path)  # on fresh workers, from the save that is left
 
 
+def head_slower(parameters):
+    """The first layer at a rate of its own, where it is: stages have other groups than each other."""
+    first = [p for name, p in parameters if name.startswith("0.")]
+    others = [p for name, p in parameters if not name.startswith("0.")]
+    groups = [{"params": p, "lr": lr} for p, lr in ((first, 1.0), (others, 0.01)) if p]
+    return torch.optim.SGD(groups, lr=0.1)
+
+
+HALVING = functools.partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 0.5**step)
+DROPPING = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.1)
+COSINE = functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=10)
+
+
+def one_after_the_other(optimizer):
+    lr = torch.optim.lr_scheduler
+    inner = [lr.LinearLR(optimizer, 0.5, total_iters=2), lr.CosineAnnealingLR(optimizer, T_max=8)]
+    return lr.SequentialLR(optimizer, inner, milestones=[2])
+
+
+def small_model(layers=4):
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(3, 3) for _ in range(layers)])
+
+
+def small_step(pipe):
+    x = torch.ones(4, 3)
+    return pipe.step(gl.gpipe, x, 0.1 * x, num_microbatches=2)
+
+
+def rates_in_one_process(optimizer, scheduler, steps, model):
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    made = optimizer(named)
+    moves = scheduler(made)
+    for _ in range(steps):
+        made.step()
+        moves.step()
+    names = {id(p): name for name, p in named}
+    return {names[id(p)]: group["lr"] for group in made.param_groups for p in group["params"]}
+
+
+@pytest.mark.parametrize("scheduler", [HALVING, DROPPING, COSINE, one_after_the_other])
+def test_each_weight_goes_on_at_its_own_rate_where_stages_group_them_differently(lab_of, tmp_path, scheduler):
+    options = {"loss_fn": F.mse_loss, "optimizer": head_slower, "scheduler": scheduler}
+    pipe = lab_of(2).pipeline(small_model(), **options)
+    for _ in range(3):
+        small_step(pipe)
+    pipe.save_state(tmp_path)
+    for num_stages in (2, 1, 4):
+        resumed = lab_of(num_stages).pipeline(small_model(), **options)
+        resumed.load_state(tmp_path)
+        for steps in (3, 4):
+            expected = rates_in_one_process(head_slower, scheduler, steps, small_model())
+            assert resumed.learning_rates() == pytest.approx(expected, rel=1e-12), (num_stages, steps)
+            small_step(resumed)
+    if scheduler is HALVING:
+        assert expected["0.weight"] == 1.0 * 0.5**4 and expected["1.weight"] == 0.01 * 0.5**4
+
+
+@pytest.mark.parametrize("scheduler", [HALVING, DROPPING, COSINE, one_after_the_other])
+@pytest.mark.parametrize("frozen", [(0,), (1, 3)])
+def test_a_scheduler_goes_on_where_stages_have_nothing_to_train(lab_of, tmp_path, scheduler, frozen):
+    sgd = functools.partial(torch.optim.SGD, lr=0.5)
+    options = {"loss_fn": F.mse_loss, "optimizer": sgd, "scheduler": scheduler}
+
+    def model():
+        made = small_model()
+        for layer in frozen:
+            made[layer].requires_grad_(False)
+        return made
+
+    pipe = lab_of(4).pipeline(model(), **options)
+    for _ in range(3):
+        small_step(pipe)
+    pipe.save_state(tmp_path)
+    for num_stages in (4, 2):
+        resumed = lab_of(num_stages).pipeline(model(), **options)
+        resumed.load_state(tmp_path)
+        for steps in (3, 4):
+            expected = rates_in_one_process(sgd, scheduler, steps, model())
+            assert resumed.learning_rates() == pytest.approx(expected, rel=1e-12), (num_stages, steps)
+            small_step(resumed)
+
+
 def test_what_is_not_there_is_refused(lab_of, tmp_path):
     pipe = make_pipe(lab_of(2))
     with pytest.raises(gl.InputError, match="a state is loaded from a folder"):
         pipe.load_state(tmp_path / "nowhere")
     with pytest.raises(gl.InputError, match="a state is loaded from a folder"):
         gl.load_weights(tmp_path)
-    short = lab_of(2).pipeline(nn.Sequential(*list(make_model())[:4]))
-    short.save_state(tmp_path)
-    with pytest.raises(gl.RankFailed, match="a state has every weight"):
+
+
+@pytest.mark.parametrize(
+    ("saved", "told"),
+    [
+        (lambda: small_model(2), "no 2.weight; no 2.bias"),
+        (lambda: small_model(4), "3.weight, which the model has not; 3.bias, which the model has not"),
+        (lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3), nn.Linear(3, 3)), r"0.weight of shape \(4, 3\)"),
+    ],
+)
+def test_the_state_of_another_model_is_refused_and_the_pipeline_goes_on(lab_of, tmp_path, saved, told):
+    lab_of(2).pipeline(saved()).save_state(tmp_path)
+    pipe = lab_of(2).pipeline(small_model(3), loss_fn=F.mse_loss, optimizer=ADAM)
+    small_step(pipe)
+    before = pipe.state_dict()
+    with pytest.raises(gl.InputError, match=told):
         pipe.load_state(tmp_path)
+    assert same(pipe.state_dict(), before)
+    small_step(pipe)
+
+
+def test_an_optimizer_or_scheduler_of_another_kind_is_refused(lab_of, tmp_path):
+    options = {"loss_fn": F.mse_loss, "optimizer": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)}
+    pipe = lab_of(2).pipeline(small_model(), **options, scheduler=DROPPING)
+    small_step(pipe)
+    pipe.save_state(tmp_path)
+    for changed in ({"optimizer": ADAM}, {"scheduler": COSINE}):
+        other = lab_of(2).pipeline(small_model(), **options | {"scheduler": DROPPING} | changed)
+        with pytest.raises(gl.InputError, match="one of its own kind") as caught:
+            other.load_state(tmp_path)
+        assert "saved, for torch.optim" in caught.value.got
+        other.load_state_dict(gl.load_weights(tmp_path))  # the remedy
+        assert same(other.state_dict(), pipe.state_dict())
+
+
+class Counting(nn.Linear):
+    """Keeps something in `state_dict` that is not a tensor."""
+
+    seen = 0
+
+    def get_extra_state(self):
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state):
+        self.seen = state["seen"]
+
+
+def test_what_a_layer_adds_to_its_state_is_kept(lab_of, tmp_path):
+    model = nn.Sequential(Counting(3, 3), nn.Linear(3, 3), Counting(3, 3))
+    model[2].seen = 5
+    pipe = lab_of(2).pipeline(model, loss_fn=F.mse_loss, optimizer=ADAM)
+    assert pipe.state_dict()["2._extra_state"] == {"seen": 5}
+    small_step(pipe)
+    pipe.save_state(tmp_path / "state")
+    pipe.save(tmp_path / "weights.pt")
+    for load in (lambda p: p.load_state(tmp_path / "state"), lambda p: p.load(tmp_path / "weights.pt")):
+        fresh = nn.Sequential(Counting(3, 3), nn.Linear(3, 3), Counting(3, 3))
+        other = lab_of(2).pipeline(fresh, loss_fn=F.mse_loss)
+        load(other)
+        assert other.state_dict()["2._extra_state"] == {"seen": 5}
+    plain = nn.Sequential(Counting(3, 3), nn.Linear(3, 3), Counting(3, 3))
+    plain.load_state_dict(gl.load_weights(tmp_path / "state"))
+    assert plain[2].seen == 5
 
 
 def test_a_state_without_an_optimizer_sets_the_weights_alone(lab_of, tmp_path):
