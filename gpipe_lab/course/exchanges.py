@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..plan.ops import COMPUTE, RECEIVES, SENDS, TRANSFERS, Kind, Op
-from ..plan.schedule import Schedule, peer
+from ..plan.ops import COMPUTE, RECEIVES, SENDS, TRANSFERS, Kind, Op, peer
+from ..plan.schedule import Schedule, dependencies
 
 if TYPE_CHECKING:
     from ..lab.lab import Lab
@@ -48,7 +48,7 @@ def play_rank(context: RankContext, schedule: Schedule) -> Received:
             meta = pack(encoded(op), needs_gradient=[False], where=str(op)).meta
             incoming[op] = links.receive(meta, other, tag=0)
         elif op.kind in COMPUTE:
-            for needed in schedule.needs[op]:
+            for needed in dependencies(op, schedule):
                 if needed in incoming:
                     context.board.mark(needed, waits=True)
                     (message,) = incoming.pop(needed).wait()

@@ -9,8 +9,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from .errors import require
-from .ops import COMPUTE, RECEIVES, Kind, Op
-from .schedule import Schedule, peer, send_of
+from .ops import COMPUTE, RECEIVES, Kind, Op, peer
+from .schedule import Schedule, dependencies, send_of
 from .simulate import OpTimes, simulate
 from .trace import COMM_LANE, SIMULATED, Event, Trace
 
@@ -329,7 +329,7 @@ class Reasons:
 def sources(op: Op, schedule: Schedule) -> tuple[Op, ...]:
     """The computations whose results `op` needs, through the messages of a lowered schedule."""
     found: list[Op] = []
-    for needed in schedule.needs[op]:
+    for needed in dependencies(op, schedule):
         found += [needed] if needed.kind in COMPUTE else sources(needed, schedule)
     return tuple(found)
 

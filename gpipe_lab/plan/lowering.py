@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .errors import is_count, require
-from .ops import SENDS, TRANSFERS, Kind, Op, peer
-from .schedule import Schedule, dependencies, send_of
+from .ops import TRANSFERS, Kind, Op, peer
+from .schedule import Schedule, dependencies, send_of, sent
 from .simulate import Costs, OpCosts, Times
 from .validate import validate
 
@@ -34,69 +34,45 @@ def lower(schedule: Schedule, *, hoist: int = 2, costs: OpCosts | None = None) -
         remedy="hoist=2",
     )
     require(
-        not any(op.kind in TRANSFERS for op in schedule.rank_of),
+        schedule.graph.kinds.isdisjoint(TRANSFERS),
         "sends and receives are added by lowering, once",
         got=f"{schedule.name!r} already holds transfers",
         where="lower",
         remedy="lower the schedule that was authored",
     )
-    transfers: list[list[Op]] = [[] for _ in schedule.ops]
-    for send in _sends(schedule, Costs() if costs is None else costs):
-        for op in (send, peer(send)):
-            transfers[schedule.home(op.stage, op.microbatch)].append(op)
+    graph, walked = schedule.graph, schedule.walked
+    _, ends = Times(schedule, Costs() if costs is None else costs).columns
+    transfers: list[list[Transfer]] = [[] for _ in schedule.ops]
+    for number in sorted(walked.order, key=ends.__getitem__):  # ties: as in the walk
+        if number in graph.takers:
+            rank, taker = graph.ranks[number], graph.takers[number]
+            other = graph.ranks[taker]
+            send, after = sent(graph.ops[number]), number + 1 - graph.rows[rank].start
+            needed_at = taker - graph.rows[other].start
+            transfers[rank].append((send, after, after))
+            transfers[other].append((peer(send), max(0, needed_at - hoist), needed_at))
     rows = zip(schedule.ops, transfers, strict=True)
-    return replace(schedule, ops=tuple(tuple(_merge(row, own, schedule, hoist)) for row, own in rows))
+    return replace(schedule, ops=tuple(_merge(row, own) for row, own in rows))
 
 
-def _sends(schedule: Schedule, costs: OpCosts) -> list[Op]:
-    """The sends between ranks, in the order in which their results come to exist."""
-    _, ends = Times(schedule, costs).columns
-    ordered = sorted(schedule.messages, key=lambda message: ends[message.step])  # ties: as in the walk
-    return [message.send for message in ordered]
+Transfer = tuple[Op, int, int]  # and the first and the last computation in front of which it may stand
 
 
-def _merge(row: tuple[Op, ...], transfers: list[Op], schedule: Schedule, hoist: int) -> list[Op]:
-    """One rank's computations with its transfers placed between them, in the transfers' order.
-
-    A slot s means "before row[s]". A send's slot is fixed; a receive's lies between its neighbours.
-    """
-    position = {op: index for index, op in enumerate(row)}
-    consumer = {
-        received: index
-        for index, op in reversed(list(enumerate(row)))
-        for received in _receives(op, schedule)
-    }
+def _merge(row: tuple[Op, ...], transfers: list[Transfer]) -> tuple[Op, ...]:
+    """One rank's computations with its transfers between them: each as early as may be, in their order."""
     deadline = len(row)
     slots = []
-    for transfer in reversed(transfers):
-        if transfer.kind in SENDS:
-            (producer,) = dependencies(transfer, schedule)
-            slot = position[producer] + 1
-            assert slot <= deadline, "the order of transfers follows the order of results"
-            deadline = slot
-        else:
-            deadline = min(consumer[transfer], deadline)
-            slot = max(0, min(consumer[transfer] - hoist, deadline))
-        slots.append(slot)
-    earliest = 0
-    placed: list[list[Op]] = [[] for _ in range(len(row) + 1)]
-    for transfer, wanted in zip(transfers, reversed(slots), strict=True):
-        earliest = max(earliest, wanted)
-        placed[earliest].append(transfer)
-    merged = [op for index, here in enumerate(placed) for op in (*here, *row[index : index + 1])]
-    assert len(merged) == len(row) + len(transfers)
-    return merged
-
-
-def _receives(op: Op, schedule: Schedule) -> list[Op]:
-    """The receives whose messages `op` needs from another rank."""
-    home = schedule.stage_to_rank
-    brought = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B, Kind.I: Kind.RECV_B, Kind.R: Kind.RECV_B}
-    return [
-        Op(brought[op.kind], op.stage, op.microbatch)
-        for source in dependencies(op, schedule)
-        if source.stage != op.stage and home[source.stage] != home[op.stage]
-    ]
+    for _, first, last in reversed(transfers):
+        deadline = min(last, deadline)
+        slots.append(min(first, deadline))
+    merged: list[Op] = []
+    at = 0
+    for (op, _, _), slot in zip(transfers, reversed(slots), strict=True):
+        if slot > at:
+            merged += row[at:slot]
+            at = slot
+        merged.append(op)
+    return (*merged, *row[at:])
 
 
 def as_written(schedule: Schedule) -> Schedule:

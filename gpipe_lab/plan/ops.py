@@ -80,13 +80,15 @@ class Op(NamedTuple):
 
 def peer(op: Op) -> Op:
     """The other end of a transfer."""
-    match op.kind:
-        case Kind.SEND_F:
-            return Op(Kind.RECV_F, op.stage + 1, op.microbatch)
-        case Kind.RECV_F:
-            return Op(Kind.SEND_F, op.stage - 1, op.microbatch)
-        case Kind.SEND_B:
-            return Op(Kind.RECV_B, op.stage - 1, op.microbatch)
-        case Kind.RECV_B:
-            return Op(Kind.SEND_B, op.stage + 1, op.microbatch)
-    raise ValueError(f"{op} is not a transfer")
+    if op.kind not in _OTHER_END:
+        raise ValueError(f"{op} is not a transfer")
+    kind, step = _OTHER_END[op.kind]
+    return Op(kind, op.stage + step, op.microbatch)
+
+
+_OTHER_END = {
+    Kind.SEND_F: (Kind.RECV_F, 1),
+    Kind.RECV_F: (Kind.SEND_F, -1),
+    Kind.SEND_B: (Kind.RECV_B, -1),
+    Kind.RECV_B: (Kind.SEND_B, 1),
+}

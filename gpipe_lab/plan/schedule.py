@@ -9,13 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import NamedTuple
 
-from .ops import BACKWARD, COMPUTE, Kind, Op, peer
-from .walk import Walk, walk
-
-# Python 3.11 finds a name of a module sooner than one of an enum, and these are asked for every operation.
-F, B, I, W, R, SEND_F, RECV_F, SEND_B, RECV_B, REDUCE, STEP = Kind  # noqa: E741
+from .ops import BACKWARD, COMPUTE, Kind, Op, peer  # noqa: F401
+from .walk import Graph, Walk, walk
 
 
 @dataclass(frozen=True)
@@ -62,45 +58,31 @@ class Schedule:
         return self.num_stages == self.ranks_per_replica
 
     @cached_property
-    def rank_of(self) -> dict[Op, int]:
-        """The rank that runs each operation."""
-        return {op: rank for rank, ops in enumerate(self.ops) for op in ops}
-
-    @cached_property
-    def kinds(self) -> frozenset[Kind]:
-        """The kinds of operation there are: what is not among them need not be looked for."""
-        return frozenset({op.kind for op in self.rank_of})
-
-    @cached_property
-    def needs(self) -> dict[Op, tuple[Op, ...]]:
-        """The `dependencies` of every operation, worked out once."""
-        return {op: dependencies(op, self) for op in self.rank_of}
+    def graph(self) -> Graph:
+        """The operations by number, and what each of them waits for."""
+        return Graph(self)
 
     @cached_property
     def walked(self) -> Walk:
         """The order in which the operations can run, worked out once."""
-        return walk(self)
+        return walk(self.graph)
 
     @cached_property
-    def messages(self) -> tuple[Message, ...]:
-        """The messages that the results of an authored schedule are sent in, in the order of its walk."""
-        found = []
-        for op, step in zip(self.walked.ops, self.walked.step_of, strict=True):
-            send = send_of(op, self)
-            if send is not None:
-                receive = peer(send)
-                sender, receiver = (self.home(end.stage, end.microbatch) for end in (send, receive))
-                found.append(Message(op, step, send, receive, sender, receiver))
-        return tuple(found)
+    def rank_of(self) -> dict[Op, int]:
+        """The rank that runs each operation."""
+        return dict(zip(self.graph.ops, self.graph.ranks, strict=True))
+
+    @property
+    def kinds(self) -> frozenset[Kind]:
+        """The kinds of operation there are: what is not among them need not be looked for."""
+        return self.graph.kinds
 
     @cached_property
     def last_segment(self) -> dict[tuple[int, int], int]:
         """(stage, micro-batch) -> the highest segment its backward has, the one that runs first, unless 0."""
-        highest: dict[tuple[int, int], int] = {}
-        for kind, stage, microbatch, segment in self.rank_of:
-            if segment and kind is B:
-                highest[stage, microbatch] = max(segment, highest.get((stage, microbatch), 0))
-        return highest
+        graph = self.graph
+        found = sorted((segment, stage) for kind, stage, segment in graph.at if kind is Kind.B and segment)
+        return {(stage, m): segment for segment, stage in found for m in graph.row(Kind.B, stage, segment)}
 
     @cached_property
     def trains(self) -> bool:
@@ -134,122 +116,45 @@ class Schedule:
 
         The operations of a schedule that cannot run to its end are listed in program order instead.
         """
-        walked = self.walked
-        if walked.is_stuck:
+        if self.walked.is_stuck:
             return [[self.label(op) for op in ops] for ops in self.ops]
-        one_slot = [float(work is not None and work.kind in COMPUTE) for work in walked.steps.works]
-        starts, ends = walked.steps.times(walked.steps.zeros, one_slot)
+        graph = self.graph
+        one_slot = [float(op.kind in COMPUTE) for op in graph.ops]
+        starts, ends = self.walked.times(one_slot, [0.0] * len(one_slot))
         rows = [["."] * round(max(ends)) for _ in self.ops]
-        for rank, op, step in zip(walked.ranks, walked.ops, walked.step_of, strict=True):
+        for rank, op, start in zip(graph.ranks, graph.ops, starts, strict=True):
             if op.kind in COMPUTE:
-                rows[rank][round(starts[step])] = self.label(op)
+                rows[rank][round(start)] = self.label(op)
         return rows
 
 
-class Message(NamedTuple):
-    """The result of `op`, which is step number `step` of the walk, on its way from rank to rank."""
+def dependencies(op: Op, schedule: Schedule) -> tuple[Op, ...]:
+    """What must have finished before `op` can start, as far as the schedule has it: see `Graph.needs`.
 
-    op: Op
-    step: int
-    send: Op
-    receive: Op
-    sender: int
-    receiver: int
+    In a lowered schedule a computation depends on the receive that brings its input instead of the
+    computation on the other rank. A receive's own dependency is its peer, with which it starts.
+    """
+    return tuple(schedule.graph.ops[number] for number in schedule.graph.needed(op))
 
 
-def input_gradient(stage: int, microbatch: int, schedule: Schedule) -> Op:
-    """The operation that yields the gradient of a stage's input: I where split, else the last B to run."""
-    if I in schedule.kinds:
-        split = Op(I, stage, microbatch)
-        if split in schedule.rank_of:
-            return split
-    return Op(B, stage, microbatch)
+def sent(op: Op) -> Op:
+    """The send that takes the result of a forward to the next stage, or of a backward to the one before."""
+    return Op(Kind.SEND_F if op.kind is Kind.F else Kind.SEND_B, op.stage, op.microbatch)
 
 
 def send_of(op: Op, schedule: Schedule) -> Op | None:
     """The send that takes the result of `op` to another rank, or None where no other rank needs it."""
-    kind, stage, microbatch, segment = op
-    if kind is F and stage + 1 < schedule.num_stages:
-        send, to = Op(SEND_F, stage, microbatch), stage + 1
-    elif (kind is B or kind is I) and stage > 0 and segment == 0:
-        send, to = Op(SEND_B, stage, microbatch), stage - 1
+    kind, stage, _, segment = op
+    if kind is Kind.F:
+        to = stage + 1
+    elif kind in (Kind.B, Kind.I) and segment == 0:
+        to = stage - 1
     else:
         return None
     home = schedule.stage_to_rank
-    return send if home[stage] != home[to] else None
-
-
-def dependencies(op: Op, schedule: Schedule) -> tuple[Op, ...]:
-    """What must have finished before `op` can start: the one place where this rule is written.
-
-    In a lowered schedule a computation depends on the receive that brings its input instead of the
-    computation on the other rank. A receive's own dependency is its peer, which `walk` treats as a
-    rendezvous.
-    """
-    kind, stage, microbatch, segment = op
-    if kind is F:
-        return _input(stage, microbatch, schedule)
-    if kind is B or kind is I:
-        if _is_first(stage, microbatch, segment, schedule):
-            before = _gradient(stage, microbatch, schedule)
-        else:
-            before = (Op(B, stage, microbatch, segment + 1),)
-        recompute = Op(R, stage, microbatch, segment) if R in schedule.kinds else None
-        if recompute in schedule.rank_of:
-            before = (recompute, *before)
-        return (Op(F, stage, microbatch), *before)
-    if kind is W:
-        return (Op(I, stage, microbatch),)
-    if kind is R:
-        waits = schedule.recompute_waits and _is_first(stage, microbatch, segment, schedule)
-        gradient = _gradient(stage, microbatch, schedule) if waits else ()
-        return (Op(F, stage, microbatch), *gradient)
-    if kind is SEND_F:
-        return (Op(F, stage, microbatch),)
-    if kind is SEND_B:
-        return (input_gradient(stage, microbatch, schedule),)
-    if kind is RECV_F or kind is RECV_B:
-        return (peer(op),)
-    if kind is STEP:
-        summed = Op(REDUCE, stage, microbatch)
-        return (*_finished(op, schedule), *((summed,) if summed in schedule.rank_of else ()))
-    return _finished(op, schedule)  # REDUCE
-
-
-def _finished(op: Op, schedule: Schedule) -> tuple[Op, ...]:
-    """What completes the gradients of a stage in a replica: the last part of each micro-batch's backward."""
-    first, count = first_of_replica(op.microbatch, schedule), schedule.microbatches_per_replica
-    weights = [Op(W, op.stage, m) for m in range(first, first + count)]
-    return tuple(w if w in schedule.rank_of else w._replace(kind=B) for w in weights)
+    return sent(op) if 0 <= to < len(home) and home[stage] != home[to] else None
 
 
 def first_of_replica(microbatch: int, schedule: Schedule) -> int:
     """The first micro-batch of a replica: what stands for all of them, as a step does, carries its number."""
     return microbatch - microbatch % schedule.microbatches_per_replica
-
-
-def _is_first(stage: int, microbatch: int, segment: int, schedule: Schedule) -> bool:
-    """Whether this is the segment whose backward runs first."""
-    return segment == (schedule.last_segment.get((stage, microbatch), 0) if schedule.last_segment else 0)
-
-
-def _input(stage: int, microbatch: int, schedule: Schedule) -> tuple[Op, ...]:
-    """What brings the input of a stage's forward: a receive, or the forward before it."""
-    if stage == 0:
-        return ()
-    if RECV_F in schedule.kinds:
-        received = Op(RECV_F, stage, microbatch)
-        if received in schedule.rank_of:
-            return (received,)
-    return (Op(F, stage - 1, microbatch),)
-
-
-def _gradient(stage: int, microbatch: int, schedule: Schedule) -> tuple[Op, ...]:
-    """What brings the gradient that a stage's backward starts from: nothing does on the last stage."""
-    if stage + 1 >= schedule.num_stages:
-        return ()
-    if RECV_B in schedule.kinds:
-        received = Op(RECV_B, stage, microbatch)
-        if received in schedule.rank_of:
-            return (received,)
-    return (input_gradient(stage + 1, microbatch, schedule),)

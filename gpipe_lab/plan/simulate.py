@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
@@ -11,8 +11,8 @@ from operator import itemgetter
 from typing import Protocol
 
 from .errors import require
-from .ops import COMPUTE, SENDS, Kind, Op
-from .schedule import Schedule
+from .ops import COMPUTE, SENDS, Kind, Op, peer
+from .schedule import Schedule, sent
 from .trace import COMM_LANE, COMPUTE_LANE, SIMULATED, Event, Row, Trace
 from .validate import validate
 
@@ -126,7 +126,7 @@ def simulate(schedule: Schedule, costs: OpCosts | None = None) -> Trace:
 
 @dataclass(frozen=True)
 class Times:
-    """When every operation of a schedule that can run starts and ends with these costs, in columns.
+    """When every operation of a schedule that can run starts and ends with these costs.
 
     A trace of it reads what it needs: its metrics the rows, a picture the events.
     """
@@ -136,47 +136,57 @@ class Times:
 
     @cached_property
     def columns(self) -> tuple[list[float], list[float]]:
-        """(starts, ends) in ms of the steps of `schedule.walked`."""
-        walked = self.schedule.walked
-        if not isinstance(self.costs, Costs):
-            messages = [self._price(op, is_message=True) for op in walked.steps.messages]
-            works = [self._price(op) for op in walked.steps.works]
-            return walked.steps.times(messages, works)
-        groups = walked.groups  # what is alike costs alike: one price a kind and stage will do
-        delays = [self._price(op, is_message=True) for op in groups.message_examples]
-        durations = [self._price(op) for op in groups.work_examples]
-        messages = [delays[group] for group in groups.messages] if any(delays) else walked.steps.zeros
-        return walked.steps.times(messages, [durations[group] for group in groups.works])
+        """(starts, ends) in ms of the operations, by their numbers in `schedule.graph`."""
+        return self.schedule.walked.times(*self._prices)
 
-    def _price(self, op: Op | None, *, is_message: bool = False) -> float:
-        if op is None:
-            return 0.0
-        travels = is_message or op.kind in SENDS
-        return (self.costs.delay_ms if travels else self.costs.duration_ms)(op, self.schedule)
+    @cached_property
+    def _prices(self) -> tuple[list[float], list[float]]:
+        """What each operation, or its message, takes, and how long a result travels that no send takes."""
+        graph, costs = self.schedule.graph, self.costs
+        work_ms, travel_ms = [0.0] * len(graph.ops), [0.0] * len(graph.ops)
+        alike = isinstance(costs, Costs) and not self.schedule.last_segment  # one price a stage and kind
+
+        def fill(prices: list[float], row: dict[int, int], price: Callable[[Op, Schedule], float]) -> None:
+            one = price(graph.ops[next(iter(row.values()))], self.schedule)
+            for number in row.values():
+                prices[number] = one if alike else price(graph.ops[number], self.schedule)
+
+        for (kind, _, _), row in graph.at.items():
+            if kind in COMPUTE:
+                fill(work_ms, row, costs.duration_ms)
+            if kind in SENDS:
+                fill(work_ms, row, costs.delay_ms)
+            elif graph.kinds.isdisjoint(SENDS):
+                fill(travel_ms, row, costs.delay_ms)
+        return work_ms, travel_ms
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
         """The computations of every rank, in the order they run."""
-        starts, ends = self.columns
-        return tuple(
-            Row(kinds, [starts[step] for step in steps], [ends[step] for step in steps])
-            for kinds, steps in self.schedule.walked.computed
-        )
+        graph, (starts, ends) = self.schedule.graph, self.columns
+        rows = []
+        for numbers in graph.rows:
+            computed = [number for number in numbers if graph.ops[number].kind in COMPUTE]
+            kinds = [graph.ops[number].kind for number in computed]
+            rows.append(Row(kinds, [starts[n] for n in computed], [ends[n] for n in computed]))
+        return tuple(rows)
 
     @cached_property
     def events(self) -> tuple[Event, ...]:
         """In order of time; of an authored schedule, also the messages that it implies."""
-        walked = self.schedule.walked
-        starts, ends = self.columns
+        graph, (starts, ends) = self.schedule.graph, self.columns
+        lanes = {kind: COMPUTE_LANE if kind in COMPUTE else COMM_LANE for kind in graph.kinds}
         events = [
-            Event(rank, COMPUTE_LANE if op.kind in COMPUTE else COMM_LANE, op, starts[step], ends[step])
-            for rank, op, step in zip(walked.ranks, walked.ops, walked.step_of, strict=True)
+            Event(graph.ranks[n], lanes[graph.ops[n].kind], graph.ops[n], starts[n], ends[n])
+            for n in self.schedule.walked.order
         ]
-        for message in () if walked.is_lowered else self.schedule.messages:
-            end = ends[message.step]
-            arrives = end + self.costs.delay_ms(message.op, self.schedule)
-            events.append(Event(message.sender, COMM_LANE, message.send, end, arrives))
-            events.append(Event(message.receiver, COMM_LANE, message.receive, arrives, arrives))
+        takers = graph.takers if graph.kinds.isdisjoint(SENDS) else {}
+        for n in self.schedule.walked.order:
+            if n in takers:
+                send = sent(graph.ops[n])
+                arrives = ends[n] + self._prices[1][n]
+                events.append(Event(graph.ranks[n], COMM_LANE, send, ends[n], arrives))
+                events.append(Event(graph.ranks[takers[n]], COMM_LANE, peer(send), arrives, arrives))
         return tuple(sorted(events, key=itemgetter(3, 0)))  # by start, then rank
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from .ops import COMPUTE, RECEIVES, SENDS, Kind, Op, peer
-from .schedule import Schedule
+from .schedule import Schedule, dependencies
 
 if TYPE_CHECKING:
     import pandas
@@ -219,7 +219,7 @@ def handovers(trace: Trace) -> tuple[tuple[Event, Event], ...]:
     return tuple(
         (done[needed], e)
         for e in trace.computations
-        for needed in trace.schedule.needs.get(e.op, ())
+        for needed in dependencies(e.op, trace.schedule)
         if needed in done and done[needed].rank != e.rank
     )
 

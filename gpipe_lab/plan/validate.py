@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from operator import itemgetter
 
 from .errors import ScheduleError
 from .ops import COMPUTE, ONCE_A_STEP, TRANSFERS, Kind, Op, peer
@@ -265,21 +266,20 @@ def _check_transfers(schedule: Schedule) -> None:
 
 
 def _check_local_order(schedule: Schedule) -> None:
-    for rank, ops in enumerate(schedule.ops):
-        seen: set[Op] = set()
-        for position, op in enumerate(ops):
-            seen.add(op)
-            for needed in schedule.needs[op]:
-                if needed not in seen and schedule.rank_of[needed] == rank:
-                    raise _error(
-                        schedule,
-                        "an operation comes after what it needs",
-                        op,
-                        needed,
-                        got=f"{op} before {needed}",
-                        where=f"rank {rank}, position {position}",
-                        remedy=f"move {needed} ahead of {op}",
-                    )
+    graph = schedule.graph
+    if not graph.misplaced:
+        return
+    number, need = min(graph.misplaced, key=itemgetter(0))
+    rank, op, needed = graph.ranks[number], graph.ops[number], graph.ops[need]
+    raise _error(
+        schedule,
+        "an operation comes after what it needs",
+        op,
+        needed,
+        got=f"{op} before {needed}",
+        where=f"rank {rank}, position {number - graph.rows[rank].start}",
+        remedy=f"move {needed} ahead of {op}",
+    )
 
 
 def _hang(schedule: Schedule) -> ScheduleError:

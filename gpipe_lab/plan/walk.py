@@ -1,197 +1,281 @@
-"""Walk through a schedule once without a clock; then any costs give its times in one pass over flat lists.
+"""A schedule as a graph of numbered operations, one walk through it, and its times on a clock.
 
-Which operation can run after which does not depend on how long any of them takes. So the walk is made once
-a schedule, and leaves steps that are one maximum and one sum each:
-
-    start = max(end[first], end[second] + message);  end = start + time
-
-A computation's `first` is the one before it on its rank, its `second` the result it needs from another
-rank. A transfer of a lowered schedule starts at the latest of four: what both ends have computed when they
-post it, and the start of the transfer before it at both ends.
+Operations are numbered rank by rank in program order. Each comes after the one before it on its rank and,
+beside that, waits for at most one result that its rank has not computed itself. So one number an operation
+says what holds it up: enough to find an order in which all can run, or the circle in which they wait, and
+then, for any costs, their times in one pass.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from .ops import COMPUTE, RECEIVES, TRANSFERS, Kind, Op, peer
+from .ops import ONCE_A_STEP, RECEIVES, SENDS, TRANSFERS, Kind, Op
 
 if TYPE_CHECKING:
     from .schedule import Schedule
 
-START = 0  # the step that ends at time 0
+# Python 3.11 finds a name of a module sooner than one of an enum, and these are asked for every operation.
+F, B, I, W, R, SEND_F, RECV_F, SEND_B, RECV_B, REDUCE, STEP = Kind  # noqa: E741
+
+NONE = -1  # the number of no operation
+
+Row = dict[int, int]  # micro-batch -> number, of the operations of one kind, stage and segment
 
 
-@dataclass
-class Steps:
-    """The steps in an order in which they can run, as columns; entry 0 is the start.
+class Graph:
+    """The operations of a schedule by number, and what each of them waits for.
 
-    messages[i] is the operation whose message delays `second[i]`, works[i] the one whose time step i takes:
-    a computation, or the send of a transfer; None where there is none.
+    ops and ranks are columns by number; rows[rank] are the numbers of a rank in program order. The
+    schedule may be any, also one that cannot run.
     """
 
-    first: list[int] = field(default_factory=lambda: [START])
-    second: list[int] = field(default_factory=lambda: [START])
-    messages: list[Op | None] = field(default_factory=lambda: [None])
-    works: list[Op | None] = field(default_factory=lambda: [None])
+    def __init__(self, schedule: Schedule) -> None:
+        self.ops = [op for row in schedule.ops for op in row]
+        self.ranks = [rank for rank, row in enumerate(schedule.ops) for _ in row]
+        self.waits = schedule.recompute_waits
+        self.per_replica = max(1, schedule.microbatches_per_replica)
+        self.rows: list[range] = []
+        for row in schedule.ops:
+            first = self.rows[-1].stop if self.rows else 0
+            self.rows.append(range(first, first + len(row)))
+        self.at: defaultdict[tuple[Kind, int, int], Row] = defaultdict(dict)
+        at = self.at
+        for number, (kind, stage, microbatch, segment) in enumerate(self.ops):
+            at[kind, stage, segment][microbatch] = number
+        self.kinds = frozenset(kind for kind, _, _ in at)
+        self._needs: dict[tuple[Kind, int, int], list[Row]] = {}
 
-    def add(self, first: int, second: int, message: Op | None = None, work: Op | None = None) -> int:
-        self.first.append(first)
-        self.second.append(second)
-        self.messages.append(message)
-        self.works.append(work)
-        return len(self.works) - 1
+    def row(self, kind: Kind, stage: int, segment: int = 0) -> Row:
+        return self.at.get((kind, stage, segment)) or {}
+
+    def needs(self, kind: Kind, stage: int, segment: int) -> list[Row]:
+        """What an operation needs of its micro-batch, a row each: the one place where this rule is written.
+
+        Where two rows are joined the later one counts. In a lowered schedule a computation needs the receive
+        that brings its input instead of the computation on the other rank. A STEP or a REDUCE needs its
+        first row for every micro-batch of its replica.
+        """
+        key = kind, stage, segment
+        if key not in self._needs:
+            self._needs[key] = [row for row in self._rule(*key) if row]
+        return self._needs[key]
+
+    def _rule(self, kind: Kind, stage: int, segment: int) -> list[Row]:
+        row = self.row
+        if kind is F:
+            return [row(F, stage - 1) | row(RECV_F, stage)]
+        if kind is B or kind is I:
+            gradient = self.input_gradient(stage + 1) | row(RECV_B, stage) | row(B, stage, segment + 1)
+            return [row(F, stage), row(R, stage, segment), gradient]
+        if kind is W:
+            return [row(I, stage)]
+        if kind is R:
+            later = row(B, stage, segment + 1)  # the first segment alone waits for the stage's gradient
+            gradient = self.input_gradient(stage + 1) | row(RECV_B, stage) if self.waits else {}
+            return [row(F, stage), {m: number for m, number in gradient.items() if m not in later}]
+        if kind is SEND_F:
+            return [row(F, stage)]
+        if kind is SEND_B:
+            return [self.input_gradient(stage)]
+        if kind is RECV_F:
+            return [row(SEND_F, stage - 1)]
+        if kind is RECV_B:
+            return [row(SEND_B, stage + 1)]
+        finished = row(B, stage) | row(W, stage)
+        return [finished, row(REDUCE, stage)] if kind is STEP else [finished]
+
+    def input_gradient(self, stage: int) -> Row:
+        """What yields the gradient of a stage's input: I where split, else the last B to run."""
+        return self.row(B, stage) | self.row(I, stage)
+
+    def needed(self, op: Op) -> list[int]:
+        """The numbers of what must have finished before `op` can start, as far as it is there."""
+        kind, stage, microbatch, segment = op
+        rows = self.needs(kind, stage, segment)
+        found = [row[microbatch] for row in rows if microbatch in row]
+        if kind not in ONCE_A_STEP or not rows:
+            return found
+        first = microbatch - microbatch % self.per_replica
+        finished = [rows[0].get(m, NONE) for m in range(first, first + self.per_replica)]
+        return [number for number in finished if number != NONE] + found[1:]
 
     @cached_property
-    def zeros(self) -> list[float]:
-        """No time for any entry."""
-        return [0.0] * len(self.works)
+    def peers(self) -> list[int]:
+        """The other end of every transfer, or itself where that is missing; NONE for what is no transfer."""
+        peers = [NONE] * len(self.ops)
+        transfers = [(key, row) for key, row in self.at.items() if key[0] in TRANSFERS]
+        for _, row in transfers:
+            for number in row.values():
+                peers[number] = number
+        for key, row in transfers:
+            for sends in self.needs(*key) if key[0] in RECEIVES else ():
+                for microbatch in row.keys() & sends.keys():
+                    receive, send = row[microbatch], sends[microbatch]
+                    peers[receive], peers[send] = send, receive
+        return peers
 
-    def times(self, message_ms: list[float], work_ms: list[float]) -> tuple[list[float], list[float]]:
-        """(starts, ends) of all steps, in ms, given a time for every entry of `messages` and `works`."""
-        starts, ends = [0.0], [0.0]
-        put_start, put_end = starts.append, ends.append
-        rows = zip(self.first, self.second, message_ms, work_ms, strict=True)
-        next(rows)
-        for first, second, message, work in rows:
-            start = ends[first]
-            arrival = ends[second] + message
-            if arrival > start:
-                start = arrival
-            put_start(start)
-            put_end(start + work)
-        return starts, ends
+    @cached_property
+    def misplaced(self) -> list[tuple[int, int]]:
+        """(operation, what it needs) where the second comes later on the same rank."""
+        return self._holds[1]
+
+    @cached_property
+    def awaits(self) -> list[int]:
+        """What holds each operation up beside the one before it: a result of another rank, or a receive.
+
+        NONE where nothing does. What comes before its own need waits for itself: it never starts.
+        """
+        return self._holds[0]
+
+    @cached_property
+    def _holds(self) -> tuple[list[int], list[tuple[int, int]]]:
+        ranks, peers = self.ranks, self.peers
+        awaits = [NONE] * len(self.ops)
+        misplaced: list[tuple[int, int]] = []
+        for (kind, stage, segment), row in self.at.items():
+            if kind in ONCE_A_STEP:
+                for number in row.values():
+                    misplaced += [(number, need) for need in self.needed(self.ops[number]) if need > number]
+            elif kind not in RECEIVES:  # a receive and its send start together
+                for needed in self.needs(kind, stage, segment):
+                    for microbatch, number in row.items():
+                        need = needed.get(microbatch, NONE)
+                        if need == NONE:
+                            continue
+                        if ranks[need] != ranks[number] or (peers[need] != NONE and need < number):
+                            awaits[number] = need
+                        elif need > number:
+                            misplaced.append((number, need))
+        for number, _ in misplaced:
+            awaits[number] = number
+        return awaits, misplaced
+
+    @cached_property
+    def takers(self) -> dict[int, int]:
+        """The results that leave their rank, each with the first operation that awaits it there."""
+        held_up = [(needed, number) for number, needed in enumerate(self.awaits) if needed != NONE]
+        return dict(reversed(held_up))
+
+    @cached_property
+    def posted_after(self) -> list[int]:
+        """For every transfer the last computation before it on its rank, NONE where there is none."""
+        after = [NONE] * len(self.ops)
+        for row in self.rows:
+            last = NONE
+            for number in row:
+                if self.peers[number] == NONE:
+                    last = number
+                else:
+                    after[number] = last
+        return after
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Walk:
-    """The operations that could run, in an order in which they can; and where each stuck rank stands.
+    """The operations that could run, by number in an order in which they can; and where stuck ranks stand.
 
-    ranks, ops and step_of are columns: entry i is an operation, its rank and its step. blocked maps a
-    rank to (its computation that cannot start, what that waits for); heads maps a rank to the first of
-    its posted transfers that has not started; posted holds all of those.
+    standing maps a rank to its operation that cannot start, heads a rank to the first of its posted
+    transfers that has not started; posted holds all of those.
     """
 
-    schedule: Schedule = field(repr=False)
-    ranks: list[int]
-    ops: list[Op]
-    step_of: list[int]
-    steps: Steps
-    blocked: dict[int, tuple[Op, Op]]
-    heads: dict[int, Op]
-    posted: frozenset[Op]
+    graph: Graph
+    order: list[int]
+    standing: dict[int, int]
+    heads: dict[int, int]
+    posted: frozenset[int]
 
     @property
     def is_stuck(self) -> bool:
-        return bool(self.blocked or self.heads)
+        return bool(self.standing or self.heads)
+
+    @property
+    def ops(self) -> list[Op]:
+        return [self.graph.ops[number] for number in self.order]
 
     @cached_property
     def circle(self) -> list[Op]:
         """The operations that wait for each other, each for the next and the last for the first; or none."""
-        standing = [*(op for op, _ in self.blocked.values()), *self.heads.values()]
-        if not standing:
-            return []
-        op = standing[0]
-        path: list[Op] = []
-        while op not in path:
-            path.append(op)
-            op = self._held_up_by(op)
-        return path[path.index(op) :]
+        path: list[int] = []
+        number = next(iter([*self.standing.values(), *self.heads.values()]), NONE)
+        while number != NONE and number not in path:
+            path.append(number)
+            number = self._held_up_by(number)
+        circle = path[path.index(number) :] if path else []
+        return [self.graph.ops[number] for number in circle]
 
-    def _held_up_by(self, op: Op) -> Op:
-        """What a blocked operation waits for: where the rank stands that is to bring it."""
-        rank_of = self.schedule.rank_of
-        rank = rank_of[op]
-        if self.heads.get(rank) == op:  # a transfer whose other end is not there, or not first
-            other = peer(op)
-            other_rank = rank_of[other]
-            return self.heads[other_rank] if other in self.posted else self.blocked[other_rank][0]
-        _, needed = self.blocked[rank]
-        return self.heads[rank] if needed.kind in TRANSFERS else self.blocked[rank_of[needed]][0]
+    def _held_up_by(self, number: int) -> int:
+        """What an operation waits for: where the rank stands that is to bring it."""
+        graph = self.graph
+        rank = graph.ranks[number]
+        if self.heads.get(rank) == number:  # a transfer whose other end is not there, or not first
+            other = graph.peers[number]
+            return (self.heads if other in self.posted else self.standing)[graph.ranks[other]]
+        needed = graph.awaits[number]
+        return self.heads[rank] if graph.peers[needed] != NONE else self.standing[graph.ranks[needed]]
 
-    @cached_property
-    def is_lowered(self) -> bool:
-        return any(op.kind in TRANSFERS for op in self.ops)
+    def times(self, work_ms: Sequence[float], travel_ms: Sequence[float]) -> tuple[list[float], list[float]]:
+        """(starts, ends) of all operations in ms, by number, given what each takes.
 
-    @cached_property
-    def computed(self) -> tuple[tuple[list[Kind], list[int]], ...]:
-        """For every rank the kinds and the steps of its computations, in the order they run."""
-        rows: list[tuple[list[Kind], list[int]]] = [([], []) for _ in self.schedule.ops]
-        for rank, op, step in zip(self.ranks, self.ops, self.step_of, strict=True):
-            if op.kind in COMPUTE:
-                kinds, steps = rows[rank]
-                kinds.append(op.kind)
-                steps.append(step)
-        return tuple(rows)
-
-    @cached_property
-    def groups(self) -> Groups:
-        """The steps by what they cost: those of one kind, stage and number of segments cost the same."""
-        return Groups(
-            *_grouped(self.steps.messages, self.schedule), *_grouped(self.steps.works, self.schedule)
-        )
-
-
-class Groups(NamedTuple):
-    """One example of each group (the first, None, costs nothing), and for every step its group's number."""
-
-    message_examples: list[Op | None]
-    messages: list[int]
-    work_examples: list[Op | None]
-    works: list[int]
-
-
-def _grouped(ops: list[Op | None], schedule: Schedule) -> tuple[list[Op | None], list[int]]:
-    last_segment = schedule.last_segment
-    examples: list[Op | None] = [None]
-    number: dict[tuple[Kind, int, int], int] = {}
-    groups = []
-    for op in ops:
-        if op is None:
-            groups.append(0)
-            continue
-        kind, stage, microbatch, _ = op
-        key = (kind, stage, last_segment.get((stage, microbatch), 0) if last_segment else 0)
-        group = number.get(key)
-        if group is None:
-            group = number[key] = len(examples)
-            examples.append(op)
-        groups.append(group)
-    return examples, groups
+        work_ms is the time of a computation or, for a send, of its message; travel_ms how long a result
+        that no send takes travels to the rank that waits for it. A computation starts when the one before
+        it on its rank and what it awaits are there; a transfer when both its ends are posted, and those
+        before it at both ends have started.
+        """
+        graph = self.graph
+        ranks, awaits, peers = graph.ranks, graph.awaits, graph.peers
+        starts = [0.0] * len(graph.ops)
+        ends = [0.0] * (len(graph.ops) + 1)  # the last, which is also number NONE, is where time starts
+        free = [0.0] * len(graph.rows)
+        last_transfer = [0.0] * len(graph.rows)
+        for number in self.order:
+            rank = ranks[number]
+            other = peers[number]
+            if other == NONE:
+                start = free[rank]
+                needed = awaits[number]
+                if needed != NONE:
+                    arrival = ends[needed] + travel_ms[needed]
+                    if arrival > start:
+                        start = arrival
+                starts[number] = start
+                ends[number] = free[rank] = start + work_ms[number]
+            elif graph.ops[number].kind in SENDS:  # which takes its receive along
+                both = (number, other)
+                start = max(last_transfer[rank], last_transfer[ranks[other]])
+                start = max(start, *(ends[graph.posted_after[end]] for end in both))
+                for end in both:
+                    starts[end] = last_transfer[ranks[end]] = start
+                    ends[end] = start + work_ms[number]
+        return starts, ends
 
 
-def walk(schedule: Schedule) -> Walk:
-    """Run every rank's operations as soon as what they need has run.
+def walk(graph: Graph, rows: Sequence[Sequence[int]] | None = None) -> Walk:
+    """Run every rank's operations as soon as what they await has run: `rows[rank]`, by number.
 
-    Computations of a rank run one after another. Transfers of a lowered schedule are posted when their
-    rank reaches them and do not hold the rank up, but each rank starts its own in order, and a transfer
-    starts only when both ends have posted it (the strictest thing NCCL may do).
+    The rows are the graph's own unless other orders of the same operations are given. Computations of a
+    rank run one after another. Transfers of a lowered schedule are posted when their rank reaches them and
+    do not hold the rank up, but each rank starts its own in order, and a transfer starts only when both
+    ends have posted it (the strictest thing NCCL may do).
     """
-    rank_of, needs = schedule.rank_of, schedule.needs
-    steps = Steps()
-    add = steps.add
-    done: dict[Op, int] = {}
-    ranks: list[int] = []
-    ops: list[Op] = []
-    step_of: list[int] = []
-    last = [START] * schedule.num_ranks  # the step of each rank's last computation
-    last_transfer = [START] * schedule.num_ranks
-    cursor = [0] * schedule.num_ranks
-    posted: list[deque[tuple[Op, int]]] = [deque() for _ in schedule.ops]
-    waiting: dict[Op, list[int]] = defaultdict(list)
-    blocked: dict[int, tuple[Op, Op]] = {}
-    runnable = deque(range(schedule.num_ranks))
+    rows = graph.rows if rows is None else rows
+    ranks, awaits, peers = graph.ranks, graph.awaits, graph.peers
+    done = [False] * len(graph.ops)
+    order: list[int] = []
+    cursor = [0] * len(rows)
+    posted: list[deque[int]] = [deque() for _ in rows]
+    waiting: dict[int, int] = {}  # the rank that waits for a number: there is but one
+    runnable = deque(range(len(rows)))
 
-    def complete(rank: int, op: Op, step: int) -> None:
-        done[op] = step
-        ranks.append(rank)
-        ops.append(op)
-        step_of.append(step)
-        if op in waiting:
-            runnable.extend(waiting.pop(op))
+    def complete(number: int) -> None:
+        done[number] = True
+        order.append(number)
+        if number in waiting:
+            runnable.append(waiting.pop(number))
 
     def start_transfers(rank: int) -> None:
         pending = [rank]
@@ -199,55 +283,37 @@ def walk(schedule: Schedule) -> Walk:
             rank = pending.pop()
             if not posted[rank]:
                 continue
-            op, posted_at = posted[rank][0]
-            other = peer(op)
-            other_rank = rank_of.get(other)
-            if other_rank is None or not posted[other_rank] or posted[other_rank][0][0] != other:
+            number = posted[rank][0]
+            other = peers[number]
+            other_rank = ranks[other]
+            if other == number or not posted[other_rank] or posted[other_rank][0] != other:
                 continue
-            _, other_posted_at = posted[other_rank][0]
-            both = add(posted_at, other_posted_at)
-            own = add(both, last_transfer[rank])
-            start = add(own, last_transfer[other_rank])
-            end = add(start, start, work=other if op.kind in RECEIVES else op)
-            for end_rank, end_op in ((rank, op), (other_rank, other)):
-                posted[end_rank].popleft()
-                last_transfer[end_rank] = start
-                complete(end_rank, end_op, end)
+            for end in (number, other):
+                posted[ranks[end]].popleft()
+                complete(end)
             pending += (rank, other_rank)
 
     while runnable:
         rank = runnable.popleft()
-        row = schedule.ops[rank]
-        blocked.pop(rank, None)
+        row = rows[rank]
         at = cursor[rank]
         while at < len(row):
-            op = row[at]
-            kind = op.kind
-            first = second = last[rank]
-            message: Op | None = None
-            for needed in () if kind in RECEIVES else needs[op]:
-                ready = done.get(needed)
-                if ready is None:
-                    blocked[rank] = (op, needed)
-                    waiting[needed].append(rank)
-                    break
-                is_received = needed.kind in RECEIVES
-                if not is_received and rank_of[needed] == rank:
-                    continue  # it ran before on this rank
-                if second != first:
-                    first = add(first, second, message)
-                second, message = ready, None if is_received else needed
-            if rank in blocked:
+            number = row[at]
+            needed = awaits[number]
+            if needed != NONE and not done[needed]:
+                waiting[needed] = rank
                 break
             at += 1
-            if kind in TRANSFERS:
-                posted[rank].append((op, first))
-                start_transfers(rank)
+            if peers[number] == NONE:
+                done[number] = True
+                order.append(number)
+                if number in waiting:
+                    runnable.append(waiting.pop(number))
             else:
-                last[rank] = add(first, second, message, op if kind in COMPUTE else None)
-                complete(rank, op, last[rank])
+                posted[rank].append(number)
+                start_transfers(rank)
         cursor[rank] = at
 
-    heads = {rank: queue[0][0] for rank, queue in enumerate(posted) if queue}
-    not_started = frozenset(op for queue in posted for op, _ in queue)
-    return Walk(schedule, ranks, ops, step_of, steps, blocked, heads, not_started)
+    standing = {rank: row[cursor[rank]] for rank, row in enumerate(rows) if cursor[rank] < len(row)}
+    heads = {rank: queue[0] for rank, queue in enumerate(posted) if queue}
+    return Walk(graph, order, standing, heads, frozenset(number for queue in posted for number in queue))

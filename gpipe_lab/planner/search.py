@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ..plan.errors import InputError, is_count, require
 from ..plan.memory import StageBytes
 from ..plan.ops import Kind, Op
-from ..plan.schedule import Schedule
+from ..plan.schedule import Schedule, dependencies
 from ..plan.schedules import (
     build,
     check_counts,
@@ -75,7 +75,7 @@ class Problem:
         return [
             [
                 (self.number[need], delay(need, self.schedule) if home[need] != home[op] else 0.0)
-                for need in self.schedule.needs[op]
+                for need in dependencies(op, self.schedule)
             ]
             for op in self.ops
         ]

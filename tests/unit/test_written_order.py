@@ -26,9 +26,9 @@ def test_the_same_transfers_as_lowering_beside_what_they_serve(schedule):
     for row in written.ops:
         for place, op in enumerate(row):
             if op.kind in SENDS:
-                assert row[place - 1] in written.needs[op]
+                assert row[place - 1] in gl.dependencies(op, written)
             if op.kind in RECEIVES:
-                assert op in written.needs[row[place + 1]]
+                assert op in gl.dependencies(row[place + 1], written)
 
 
 @settings(deadline=None, derandomize=True)
