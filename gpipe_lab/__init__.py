@@ -56,6 +56,7 @@ _LAZY: dict[str, str] = {
     "corpus": "gpipe_lab.engine.models",
     "gpt": "gpipe_lab.engine.models",
     "load_weights": "gpipe_lab.engine.saving",
+    "whole": "gpipe_lab.engine.batch",
     "next_token_loss": "gpipe_lab.engine.models",
     **dict.fromkeys(("check", "hint", "solution"), "gpipe_lab.course.grading"),
     **dict.fromkeys(("claim", "claims"), "gpipe_lab.course.claims"),

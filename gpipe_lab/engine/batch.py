@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -78,26 +81,79 @@ def tensors(tree: Tree) -> list[torch.Tensor]:
     return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
 
 
+@dataclass(frozen=True)
+class Whole:
+    """A part of a batch that every micro-batch gets as it is; made by `whole`."""
+
+    value: Tree
+
+
+def whole(value: Tree) -> Whole:
+    """Mark a part of the inputs or targets that has no rows: every micro-batch gets all of it.
+
+    For a (T, T) attention mask or a table of positions: `lab.run(schedule, model, (x, gl.whole(mask)), y)`.
+    Without it a tensor is cut along its first dimension, also where that is the batch's size by chance.
+    """
+    return Whole(value)
+
+
 def batch_size(batch: Tree) -> int:
     """Rows of a batch: the first dimension, the same for all its tensors. Raises `InputError` otherwise."""
     leaves, _ = flatten(batch)
-    arrays = [leaf for leaf in leaves if hasattr(leaf, "shape") and not isinstance(leaf, torch.Tensor)]
-    require(
-        not arrays,
-        "what is split into micro-batches is tensors",
-        got=", ".join(type(array).__name__ for array in arrays),
-        where="batch",
-        remedy="torch.as_tensor(array)",
-    )
+    for leaf in leaves:
+        _require_divisible(leaf)
     shapes = [tuple(t.shape) for t in tensors(batch) if t.dim() > 0]
     require(
         len({shape[0] for shape in shapes}) == 1,
         "the tensors of a batch have the same number of rows (first dimension)",
         got=f"shapes {shapes}",
         where="batch",
-        remedy="give at least one tensor, each with the batch as its first dimension",
+        remedy="give at least one tensor, each with the batch as its first dimension, "
+        "or gl.whole(mask) for one that every micro-batch needs whole",
     )
     return shapes[0][0]
+
+
+def _require_divisible(leaf: Any) -> None:
+    """Raise `InputError` for what has rows and is not a tensor that can be cut along them."""
+    if isinstance(leaf, Whole):
+        return
+    if isinstance(leaf, torch.Tensor):
+        require(
+            leaf.layout is torch.strided and not leaf.is_nested and not leaf.is_meta,
+            "the tensors of a batch are dense and have values",
+            got="a nested tensor" if leaf.is_nested else f"a tensor of layout {leaf.layout} on {leaf.device}",
+            where="batch",
+            remedy="torch.nested.to_padded_tensor(x, 0.0)" if leaf.is_nested else "x.to_dense()",
+        )
+        return
+    require(
+        not hasattr(leaf, "shape"),
+        "what is split into micro-batches is tensors",
+        got=type(leaf).__name__,
+        where="batch",
+        remedy="torch.as_tensor(array)",
+    )
+    require(
+        not _holds_tensors(leaf),
+        "a batch is a nesting of tuples, lists and dicts: nothing looks into other objects",
+        got=f"{type(leaf).__name__} with tensors",
+        where="batch",
+        remedy="dict(batch)" if isinstance(leaf, Mapping) else "vars(batch), or a tuple of its tensors",
+    )
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether an object that is neither a tuple, a list nor a dict has tensors inside."""
+    if isinstance(value, Mapping):
+        inside = list(value.values())
+    elif isinstance(value, set | frozenset):
+        inside = list(value)
+    elif dataclasses.is_dataclass(value):
+        inside = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    else:
+        inside = list(getattr(value, "__dict__", {}).values())
+    return any(tensors(each) for each in inside)
 
 
 def microbatch_sizes(num_rows: int, num_microbatches: int) -> tuple[int, ...]:
@@ -120,29 +176,64 @@ def microbatch_sizes(num_rows: int, num_microbatches: int) -> tuple[int, ...]:
 def split(batch: Tree, num_microbatches: int) -> list[Tree]:
     """The micro-batches, as copies: a view of the batch would keep all of it alive.
 
-    Constants and zero-dimensional tensors go to every micro-batch as they are.
+    Constants, zero-dimensional tensors and what is marked by `whole` go to every micro-batch as they are.
     """
     sizes = microbatch_sizes(batch_size(batch), num_microbatches)
     leaves, spec = flatten(batch)
+    if num_microbatches > 1:
+        _warn_of_squares(leaves, sum(sizes))
 
     def parts(leaf: Any) -> list[Any]:
         if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
             return [part.clone() for part in leaf.detach().split(sizes)]
-        return [leaf] * num_microbatches
+        return [leaf.value if isinstance(leaf, Whole) else leaf] * num_microbatches
 
     return [unflatten(list(row), spec) for row in zip(*map(parts, leaves), strict=True)]
 
 
+def _warn_of_squares(leaves: list[Any], rows: int) -> None:
+    """Of several tensors a square one as long as the batch may be a mask that is not to be cut."""
+    found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
+    for tensor in found if len(found) > 1 else []:
+        if tensor.shape == (rows, rows) and (tensor.is_floating_point() or tensor.dtype is torch.bool):
+            warnings.warn(
+                f"a tensor of shape {tuple(tensor.shape)} in a batch of {rows} rows is cut along its first "
+                "dimension; if it is a mask for all rows, give gl.whole(mask)",
+                stacklevel=3,
+            )
+
+
 def merge(microbatches: list[Tree]) -> Tree:
-    """One batch out of micro-batches of the same nesting: tensors joined along their first dimension."""
+    """One batch out of the outputs of micro-batches: their tensors joined along the first dimension.
+
+    A number that each micro-batch has one of (a tensor without dimensions) becomes a tensor with one entry
+    for each. Raises `InputError` where they do not fit together.
+    """
     _, spec = flatten(microbatches[0])
+    _require_joinable(len({str(flatten(m)[1]) for m in microbatches}) == 1, "other nestings")
     columns = zip(*(flatten(m)[0] for m in microbatches), strict=True)
+    return unflatten([_joined(column) for column in columns], spec)
 
-    def joined(column: tuple[Any, ...]) -> Any:
-        first = column[0]
-        return torch.cat(column) if isinstance(first, torch.Tensor) and first.dim() > 0 else first
 
-    return unflatten([joined(column) for column in columns], spec)
+def _joined(column: tuple[Any, ...]) -> Any:
+    first = column[0]
+    if not isinstance(first, torch.Tensor):
+        _require_joinable(all(type(v) is type(first) and v == first for v in column), f"values {column}")
+        return first
+    _require_joinable(all(isinstance(v, torch.Tensor) for v in column), "a tensor from some of them only")
+    shapes = [tuple(v.shape) for v in column]
+    _require_joinable(len({(len(shape), shape[1:]) for shape in shapes}) == 1, f"shapes {shapes}")
+    return torch.cat(column) if first.dim() else torch.stack(column)
+
+
+def _require_joinable(fits: bool, got: str) -> None:
+    require(
+        fits,
+        "the outputs of micro-batches are alike but for their rows, so that they make the whole batch's",
+        got=got,
+        where="outputs",
+        remedy="num_microbatches=1, or outputs padded to one size, each a tensor",
+    )
 
 
 def signature(microbatch: Tree) -> str:

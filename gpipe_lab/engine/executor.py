@@ -49,6 +49,7 @@ class StepJob:
     every: int | None = None
     posts_ahead: bool = True  # whether receives may be posted ahead of need, also while an operation is held
     profile: bool = False  # whether torch's profiler runs along
+    outputs: bool = False  # whether a training step brings the model's outputs back too
 
 
 @dataclass
@@ -214,7 +215,7 @@ class Executor:
             return
         if output.loss is not None:
             self.losses[op.microbatch] = output.loss
-        if not self.job.step.gradients:
+        if self.job.outputs or not self.job.step.gradients:
             self.result.outputs[op.microbatch] = map_tensors(torch.Tensor.cpu, output.tree)
 
     def _recompute(self, op: Op) -> None:

@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from ..plan.errors import require
 from .batch import Tree, tensors
 
 LossFn = Callable[[Any, Any], torch.Tensor]
+OPTIONS = ("reduction", "ignore_index", "weight")  # of a torch loss, that decide how it averages
 IGNORED_BY_DEFAULT = -100  # torch's default ignore_index
 
 
@@ -56,14 +58,14 @@ def read_loss(
     """Find out how `loss_fn(output, target)` averages.
 
     A mean over rows unless told otherwise: `loss_weight` gives the weight of a target,
-    `loss_reduction="sum"` says that losses add up. torch's losses are read: their reduction,
+    `loss_reduction="sum"` says that losses add up. torch's own losses are read: their reduction,
     `ignore_index` and class weights. Raises `InputError` for what cannot be combined.
     """
     require(
         callable(loss_fn), "loss_fn is a function of (output, target)", got=repr(loss_fn), where="loss_fn"
     )
     require(
-        not (isinstance(loss_fn, torch.nn.Module) and any(p.requires_grad for p in loss_fn.parameters())),
+        not (isinstance(loss_fn, nn.Module) and any(p.requires_grad for p in loss_fn.parameters())),
         "a loss has no weights to train: only the model's are",
         got=f"{type(loss_fn).__name__} with parameters",
         where="loss_fn",
@@ -77,6 +79,17 @@ def read_loss(
         remedy="loss_weight=lambda target: target.numel()",
     )
     options = _torch_options(loss_fn)
+    require(
+        bool(options)
+        or loss_reduction is not None
+        or loss_weight is not None
+        or not _averages_otherwise(loss_fn),
+        "a loss of your own that derives from torch's, or has a reduction of its own, says how it averages",
+        got=getattr(loss_fn, "__name__", type(loss_fn).__name__),
+        where="loss_fn",
+        remedy='loss_reduction="sum"; loss_reduction="mean" for a mean over rows; '
+        "loss_weight=lambda target: (target != -100).sum() for one over the targets that count",
+    )
     reduction = loss_reduction or options.get("reduction", "mean")
     require(
         reduction in ("mean", "sum", "batchmean"),
@@ -127,15 +140,34 @@ def _class_weight(ignore_index: int, class_weights: torch.Tensor | None, target:
 
 
 def _torch_options(loss_fn: LossFn) -> dict[str, Any]:
-    """reduction, ignore_index and weight of a torch loss (module, function or partial of one)."""
-    names = ("reduction", "ignore_index", "weight")
-    if isinstance(loss_fn, torch.nn.Module):
-        return {name: getattr(loss_fn, name) for name in names if hasattr(loss_fn, name)}
+    """reduction, ignore_index and weight of a module or function of torch's, or a partial of one.
+
+    Another loss may use these names for something else, so that nothing is read from it.
+    """
+    function, given = _unwrapped(loss_fn)
+    if isinstance(loss_fn, nn.Module):
+        forward = getattr(type(loss_fn), "forward", None)
+        is_torchs = getattr(forward, "__module__", "") == nn.modules.loss.__name__
+        given = vars(loss_fn) | loss_fn._buffers if is_torchs else {}
+    elif getattr(function, "__module__", "") != F.__name__:
+        given = {}
+    elif function in (F.cross_entropy, F.nll_loss):
+        given.setdefault("ignore_index", IGNORED_BY_DEFAULT)
+    return {name: value for name, value in given.items() if name in OPTIONS}
+
+
+def _averages_otherwise(loss_fn: LossFn) -> bool:
+    """Whether a loss of the user's own looks as if it were no mean over rows."""
+    function, given = _unwrapped(loss_fn)
+    derived = isinstance(function, nn.CrossEntropyLoss | nn.NLLLoss)
+    return derived or given.get("reduction", getattr(function, "reduction", "mean")) in ("sum", "none")
+
+
+def _unwrapped(loss_fn: LossFn) -> tuple[Any, dict[str, Any]]:
+    """The function within partials, and the keywords they give it."""
     given: dict[str, Any] = {}
     function: Any = loss_fn
     while isinstance(function, functools.partial):
         given = {**function.keywords, **given}
         function = function.func
-    if function in (F.cross_entropy, F.nll_loss):
-        given.setdefault("ignore_index", IGNORED_BY_DEFAULT)
-    return {name: value for name, value in given.items() if name in names}
+    return function, given

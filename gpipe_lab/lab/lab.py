@@ -137,10 +137,12 @@ class Lab:
         it is called with the lab's ranks (a replica's) and `num_microbatches`, which only a function needs.
         model: an `nn.Sequential`, a list of layers, or a list of functions that each build a layer where
         it is to live. inputs, targets: tensors, or nestings of tensors, with the batch first; a batch that
-        the micro-batches do not divide is weighted by their true sizes. loss_fn(output, target) is a mean
-        over rows unless `loss_weight` or `loss_reduction="sum"` says otherwise. torch's losses are read, with
-        their `reduction`, `ignore_index` and class weights; a function of your own around one is not looked
-        into: where it leaves rows out, give `loss_weight=lambda target: (target != -100).sum()`.
+        the micro-batches do not divide is weighted by their true sizes. What has no rows, such as a (T, T)
+        mask, is marked for every micro-batch to get all of it: `(x, gl.whole(mask))`.
+        loss_fn(output, target) is a mean over rows unless `loss_weight` or `loss_reduction="sum"` says
+        otherwise. torch's own losses are read, with their `reduction`, `ignore_index` and class weights; a
+        function or class of your own is not looked into: where it leaves rows out, give
+        `loss_weight=lambda target: (target != -100).sum()`.
         checkpoint: "never", "always", "except_last" or "every:k". A recompute sees a layer's buffers, plain
         numbers and strings, and random generators of its own as its forward saw them; lists, dicts and other
         objects that a forward changes in place it sees as they are. seed: keys random layers and factories.

@@ -150,6 +150,7 @@ class Pipeline:
         hoist: int = 2,
         strict: bool = False,
         profile: bool = False,
+        outputs: bool = False,
     ) -> Run:
         """One training step: gradients of the batch, and with `update` an optimizer step.
 
@@ -157,6 +158,11 @@ class Pipeline:
         (number of ranks, num_microbatches).
         After an update the next step starts from zeroed gradients; steps without one add up.
         profile: run torch's profiler along, which takes time; `run.profiles` has a trace for each rank.
+        outputs: bring the model's outputs back, for metrics: `run.outputs()`.
+
+        Schedule, micro-batches and rows may change from step to step, for a batch that grows with time.
+        A loss of an inner layer (load balancing, say) travels in the outputs: the layer returns it beside its
+        activations, later layers hand it on, and `loss_fn` adds it.
         """
         require(
             not update or self._options["optimizer"] is not None,
@@ -192,6 +198,7 @@ class Pipeline:
             pace=pace,
             hoist=hoist,
             profile=profile,
+            outputs=outputs,
         )
         replies = self._call(jobs.step, [(job, update, strict) for job in plan.jobs])
         self._steps += 1
@@ -203,7 +210,11 @@ class Pipeline:
         return self._forward(inputs, targets, num_microbatches).loss
 
     def predict(self, inputs: Tree, *, num_microbatches: int = 1) -> Tree:
-        """The model's output for a batch, with layers in evaluation mode and no gradients."""
+        """The model's output for a batch, with layers in evaluation mode and no gradients.
+
+        A number that each micro-batch has one of becomes a tensor with an entry for each. Raises `InputError`
+        where the micro-batches' outputs do not fit together.
+        """
         return self._forward(inputs, None, num_microbatches).outputs()
 
     def zero_grad(self) -> None:
@@ -329,7 +340,7 @@ class Pipeline:
             limit_bytes=parse_bytes(self.lab.memory_limit),
             loss_fn=self._loss.loss_fn,
             num_replicas=self.num_replicas,
-            **self._options,  # type: ignore[arg-type]
+            **self._options,
         )
         sweep(self.lab)
         with as_input_errors():

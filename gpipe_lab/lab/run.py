@@ -84,15 +84,32 @@ class Run:
     bytes_reduced: dict[tuple[int, ...], int] = field(default_factory=dict)
     grad_norm: float | None = None
     profiles: Profiles | None = None
-    _gradients: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
+    _gradients: dict[str, torch.Tensor] | None = field(default=None, repr=False)
     _outputs: dict[int, Tree] = field(default_factory=dict, repr=False)
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Whole-model parameter names to gradients, on the CPU."""
-        return dict(self._gradients)
+        require(
+            self._gradients is not None,
+            "a pipeline's step leaves its gradients on the workers",
+            got="the run of a step",
+            where="run.gradients",
+            remedy="pipe.gradients()",
+        )
+        return dict(self._gradients or {})
 
     def outputs(self) -> Tree:
-        """The model's output for the whole batch, after a forward-only run."""
+        """The model's output for the whole batch, after a forward-only run or a step with `outputs=True`.
+
+        A number that each micro-batch has one of becomes a tensor with an entry for each.
+        """
+        require(
+            bool(self._outputs),
+            "a training step leaves the model's outputs on the workers unless it is asked for them",
+            got="a step without outputs=True",
+            where="run.outputs",
+            remedy="pipe.step(schedule, inputs, targets, outputs=True)",
+        )
         return merge([self._outputs[m] for m in sorted(self._outputs)])
 
 

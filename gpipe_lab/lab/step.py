@@ -270,9 +270,18 @@ def plan_step(
     pace: Pace | None = None,
     hoist: int = 2,
     profile: bool = False,
+    outputs: bool = False,
     step: StepContext,
 ) -> Plan:
     """Check a step and split it into jobs. Raises `InputError` or `ScheduleError`: no process works yet."""
+    surrounding = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    require(
+        not surrounding,
+        "workers compute under no autocast but the one they are told of",
+        got=f"a step within torch.autocast({', '.join(map(repr, surrounding))})",
+        where="step",
+        remedy="autocast=torch.bfloat16 in lab.run or lab.pipeline, outside torch.autocast",
+    )
     require(
         isinstance(schedule, Schedule),
         "a schedule is a gl.Schedule",
@@ -331,6 +340,7 @@ def plan_step(
         every=every,
         posts_ahead=hoist > 0,
         profile=profile,
+        outputs=outputs,
     )
     inputs_at = _by_rank(inputs_split, 0, schedule)
     targets_at = _by_rank(targets_split, schedule.num_stages - 1, schedule)

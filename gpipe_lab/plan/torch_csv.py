@@ -7,12 +7,13 @@ communication ("compute_comms") there are cells such as "2SEND_F0" too. Written 
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 import re
 from pathlib import Path
 
-from .errors import ScheduleError, require
+from .errors import InputError, ScheduleError, require
 from .ops import COMPUTE, TRANSFERS, Kind, Op
 from .schedule import Schedule
 from .validate import marked_grid, validate
@@ -75,8 +76,23 @@ def from_csv(source: str | Path, *, name: str = "from_csv", comms: bool = False)
 def _cells(source: str | Path) -> list[list[str]]:
     """The cells of every line that has any; a string with a comma or several lines is text, not a file."""
     if isinstance(source, Path) or not ("," in source or "\n" in source):
-        source = Path(source).read_text(encoding="utf-8")
-    return [row for row in csv.reader(io.StringIO(source)) if row]
+        source = _decoded(Path(source))
+    return [row for row in csv.reader(io.StringIO(source.removeprefix("\ufeff"))) if row]
+
+
+def _decoded(path: Path) -> str:
+    """A file's text, in UTF-8 or, as spreadsheets also write it, in UTF-16 with its byte-order mark."""
+    content = path.read_bytes()
+    is_utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    try:
+        return content.decode("utf-16" if is_utf16 else "utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            "a schedule's file is text in UTF-8",
+            got=str(error),
+            where=str(path),
+            remedy="save it from the spreadsheet as CSV UTF-8",
+        ) from error
 
 
 def _operations(cell: str, rank: int) -> list[Op]:

@@ -147,6 +147,97 @@ def test_a_learning_rate_set_in_mid_training(lab_of):
         lab_of(2).pipeline(make_model()).set_lr(0.1)
 
 
+class Attending(nn.Module):
+    """Mixes the positions of a row as a (T, T) mask allows, and hands the mask on."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6).double()
+
+    def forward(self, inputs):
+        x, mask = inputs
+        return self.linear(torch.softmax(mask + 0.0, -1) @ x), mask
+
+
+def first_of(outputs, targets):
+    return F.mse_loss(outputs[0], targets)
+
+
+def test_a_mask_as_long_as_the_batch_reaches_every_microbatch_whole(lab_of):
+    rows = 4
+    x, y = torch.randn(rows, rows, 6).double(), torch.randn(rows, rows, 6).double()
+    mask = torch.full((rows, rows), float("-inf")).triu(1).double()
+    model = nn.Sequential(Attending(), Attending())
+    first_of(model((x, mask)), y).backward()
+    run = lab_of(2).run(
+        gl.gpipe(2, 4), model, (x, gl.whole(mask)), y, loss_fn=first_of, warmup=False
+    )
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(run.gradients()[name], parameter.grad, rtol=1e-11), name
+
+
+class WithPenalty(nn.Module):
+    """Returns an auxiliary loss beside its activations, added to what came in."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6).double()
+
+    def forward(self, inputs):
+        x, penalty = inputs if isinstance(inputs, tuple) else (inputs, 0.0)
+        x = self.linear(x)
+        return x, penalty + x.square().mean()
+
+
+def with_penalty(outputs, targets):
+    return F.mse_loss(outputs[0], targets) + 0.1 * outputs[1]
+
+
+def test_outputs_of_a_training_step_and_a_loss_of_inner_layers(lab_of):
+    model = nn.Sequential(WithPenalty(), WithPenalty())
+    x, y = make_batch(8)
+    outputs, penalty = model(x)
+    with_penalty((outputs, penalty), y).backward()
+    pipe = lab_of(2).pipeline(model, loss_fn=with_penalty)
+    for checkpoint in ("never", "always"):
+        pipe.zero_grad()
+        run = pipe.step(gl.gpipe(2, 4), x, y, update=False, outputs=True, checkpoint=checkpoint)
+        found, penalties = run.outputs()
+        assert torch.allclose(found, outputs, rtol=1e-12)
+        assert penalties.shape == (4,) and penalties.mean().item() == pytest.approx(penalty.item(), rel=1e-12)
+        for name, parameter in model.named_parameters():
+            assert torch.allclose(pipe.gradients()[name], parameter.grad, rtol=1e-11), name
+    found, penalties = pipe.predict(x, num_microbatches=2)
+    assert penalties.tolist() == pytest.approx([model(half)[1].item() for half in x.split(4)], rel=1e-12)
+    run = pipe.step(gl.gpipe(2, 4), x, y, update=False)
+    with pytest.raises(gl.InputError, match="outputs=True"):
+        run.outputs()
+    with pytest.raises(gl.InputError, match=r"pipe\.gradients\(\)"):
+        run.gradients()
+
+
+def test_under_autocast_and_without_gradients(lab_of):
+    x, y = make_batch()
+    pipe = lab_of(2).pipeline(make_model(), loss_fn=F.mse_loss)
+    expected = pipe.predict(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        for refused in (
+            lambda: lab_of(2).run(gl.gpipe(2, 2), make_model(), x, y, loss_fn=F.mse_loss),
+            lambda: pipe.step(gl.gpipe(2, 2), x, y, update=False),
+            lambda: pipe.predict(x),
+        ):
+            with pytest.raises(gl.InputError, match=r"autocast=torch\.bfloat16"):
+                refused()
+    pipe.step(gl.gpipe(2, 2), x, y, update=False)
+    gradients = pipe.gradients()
+    for context in (torch.no_grad, torch.inference_mode):
+        pipe.zero_grad()
+        with context():
+            assert torch.equal(pipe.predict(x.clone()), expected)
+            pipe.step(gl.gpipe(2, 2), x.clone(), y.clone(), update=False)
+        assert all(torch.equal(gradient, gradients[name]) for name, gradient in pipe.gradients().items())
+
+
 def test_two_steps_without_zeroing_give_exactly_twice_one(lab_of):
     pipe = lab_of(3).pipeline(make_model(), loss_fn=F.mse_loss)
     x, y = make_batch()

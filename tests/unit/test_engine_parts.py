@@ -69,6 +69,27 @@ def test_split_makes_copies_and_merge_undoes_it():
     assert signature(parts[0]) == signature(parts[1]) != signature(parts[2])
 
 
+def test_outputs_of_microbatches_make_one():
+    parts = [(torch.ones(2, 3), torch.tensor(5.0), "a"), (torch.zeros(1, 3), torch.tensor(7.0), "a")]
+    rows, losses, name = merge(parts)
+    assert rows.shape == (3, 3) and torch.equal(losses, torch.tensor([5.0, 7.0])) and name == "a"
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [torch.ones(2, 3), torch.ones(2, 4)],
+        [torch.ones(2), torch.tensor(1.0)],
+        [(torch.ones(2), None), (torch.ones(2), torch.ones(2))],
+        [(torch.ones(2), 1.5), (torch.ones(2), 2.5)],
+        [{"a": torch.ones(2)}, {"b": torch.ones(2)}],
+    ],
+)
+def test_outputs_that_do_not_fit_together_are_refused(parts):
+    with pytest.raises(ValueError, match="num_microbatches=1"):
+        merge(parts)
+
+
 @pytest.mark.parametrize(
     "tensor",
     [

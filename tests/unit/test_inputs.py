@@ -1,6 +1,11 @@
 """Bad input is refused with its rule, what was given, where, and a remedy, before a process starts."""
 
 import math
+import warnings
+from collections import UserDict
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -42,6 +47,36 @@ def hooked():
     model = nn.Sequential(nn.Linear(4, 4))
     model.register_forward_hook(lambda module, inputs, output: output + 1)
     return model
+
+
+@dataclass
+class Sample:
+    x: torch.Tensor
+
+
+def jagged():
+    return torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged)
+
+
+def under_autocast():
+    with torch.autocast("cpu"):
+        prepare(gl.gpipe(4, 4))
+
+
+class Summed(nn.Module):
+    reduction = "sum"
+
+    def forward(self, output, target):
+        return (output - target).square().sum()
+
+
+class Reshaping(nn.CrossEntropyLoss):
+    def forward(self, output, target):
+        return super().forward(output.flatten(0, 1), target.flatten())
+
+
+def summed(output, target, reduction):
+    return F.mse_loss(output, target, reduction=reduction)
 
 
 class LossWithWeights(nn.Linear):
@@ -89,6 +124,20 @@ BAD = {
     "negative weight": lambda: read_loss(F.mse_loss, loss_weight=lambda t: -1.0).scales([X], (8,)),
     "nan weight": lambda: read_loss(F.mse_loss, loss_weight=lambda t: math.nan).scales([X], (8,)),
     "an array in a batch": lambda: prepare(gl.gpipe(4, 4), inputs={"x": X, "mask": X.numpy()}),
+    "a dataclass for inputs": lambda: prepare(gl.gpipe(4, 4), inputs=Sample(X)),
+    "a dataclass for targets": lambda: prepare(gl.gpipe(4, 4), targets=Sample(X)),
+    "a mapping that is no dict": lambda: prepare(gl.gpipe(4, 4), inputs=UserDict(x=X)),
+    "an object within a batch": lambda: prepare(gl.gpipe(4, 4), inputs=(X, SimpleNamespace(mask=X))),
+    "a set of tensors": lambda: prepare(gl.gpipe(4, 4), inputs=(X, {X})),
+    "a jagged tensor": lambda: prepare(gl.gpipe(4, 4), inputs=jagged()),
+    "a nested tensor": lambda: prepare(gl.gpipe(4, 4), inputs=torch.nested.nested_tensor([X, X[:2]])),
+    "a sparse tensor": lambda: prepare(gl.gpipe(4, 4), inputs=X.to_sparse()),
+    "inputs without values": lambda: prepare(gl.gpipe(4, 4), inputs=X.to("meta")),
+    "inputs that are whole alone": lambda: prepare(gl.gpipe(4, 4), inputs=gl.whole(X)),
+    "a step under autocast": under_autocast,
+    "a sum of one's own that does not say so": lambda: read_loss(Summed()),
+    "a part of a function with another reduction": lambda: read_loss(partial(summed, reduction="sum")),
+    "a loss derived from torch's": lambda: read_loss(Reshaping()),
     "sequential with a forward of its own": lambda: cut(OwnForward(nn.Linear(4, 4)), 1),
     "sequential with a hook": lambda: cut(hooked(), 1),
     "a function for a layer": lambda: cut([nn.Linear(4, 4), lambda x: x], 1),
@@ -137,3 +186,52 @@ def test_sizes_are_read(text, expected):
 
 def test_sizes_are_written():
     assert [format_bytes(n) for n in (10, 1536, 3 * 2**20, 2**31)] == ["10 B", "1.5 KiB", "3 MiB", "2 GiB"]
+
+
+class Segmentation(nn.Module):
+    """A mean over rows of one's own, with names that torch's losses have too."""
+
+    def __init__(self):
+        super().__init__()
+        self.ignore_index, self.weight, self.reduction = 0, torch.tensor([1.0, 5.0]), "mean"
+
+
+TARGETS = [torch.tensor([0, 0, 1]), torch.tensor([1, 1])]
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "scales"),
+    [
+        (Segmentation(), {}, [0.6, 0.4]),
+        (partial(lambda output, target, ignore_index: output, ignore_index=0), {}, [0.6, 0.4]),
+        (nn.CrossEntropyLoss(ignore_index=0), {}, [1 / 3, 2 / 3]),
+        (partial(F.cross_entropy, ignore_index=0), {}, [1 / 3, 2 / 3]),
+        (nn.NLLLoss(weight=torch.tensor([1.0, 5.0])), {}, [7 / 17, 10 / 17]),
+        (Reshaping(ignore_index=0), {"loss_weight": lambda target: (target != 0).sum()}, [1 / 3, 2 / 3]),
+        (Reshaping(), {"loss_reduction": "mean"}, [0.6, 0.4]),
+        (Summed(), {"loss_reduction": "sum"}, [1.0, 1.0]),
+    ],
+)
+def test_only_torchs_own_losses_are_read(loss, options, scales):
+    assert read_loss(loss, **options).scales(TARGETS, (3, 2)) == pytest.approx(scales, rel=1e-15)
+
+
+def test_a_part_without_rows_goes_whole_to_every_microbatch():
+    mask, table = torch.ones(8, 8).tril().bool(), torch.arange(3.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        job = prepare(gl.gpipe(4, 4), inputs=(X, gl.whole({"mask": mask, "table": table}))).jobs[0]
+    for m, (x, rest) in job.inputs.items():
+        assert torch.equal(x, X[2 * m : 2 * m + 2])
+        assert torch.equal(rest["mask"], mask) and torch.equal(rest["table"], table)
+
+
+@pytest.mark.parametrize("mask", [torch.ones(8, 8).tril().bool(), torch.zeros(8, 8)])
+def test_a_square_as_long_as_the_batch_is_warned_of(mask):
+    with pytest.warns(UserWarning, match=r"gl.whole\(mask\)"):
+        prepare(gl.gpipe(4, 4), inputs=(X, mask))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        prepare(gl.gpipe(4, 4), inputs=mask.float())  # the only tensor has the rows
+        prepare(gl.gpipe(4, 4), inputs=(X, mask.long()))  # ids, say
+        prepare(gl.gpipe(4, 1), inputs=(X, mask))  # nothing is cut

@@ -183,3 +183,15 @@ def test_what_cannot_run_is_refused_with_the_reason(text, error, rule, got):
 def test_a_file_that_is_not_there():
     with pytest.raises(FileNotFoundError):
         gl.from_csv("no_such_schedule.csv")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_a_file_as_a_spreadsheet_saves_it(tmp_path, encoding):
+    schedule = gl.one_f_one_b(2, 3)
+    path = tmp_path / "schedule.csv"
+    path.write_text(gl.to_csv(schedule), encoding=encoding)
+    assert gl.from_csv(path).ops == schedule.ops
+    assert gl.from_csv("\ufeff" + gl.to_csv(schedule)).ops == schedule.ops
+    path.write_bytes(b"0F0,\xff\x800B0")
+    with pytest.raises(gl.InputError, match="UTF-8"):
+        gl.from_csv(path)
