@@ -130,7 +130,6 @@ BAD = {
     "an object within a batch": lambda: prepare(gl.gpipe(4, 4), inputs=(X, SimpleNamespace(mask=X))),
     "a set of tensors": lambda: prepare(gl.gpipe(4, 4), inputs=(X, {X})),
     "a jagged tensor": lambda: prepare(gl.gpipe(4, 4), inputs=jagged()),
-    "a nested tensor": lambda: prepare(gl.gpipe(4, 4), inputs=torch.nested.nested_tensor([X, X[:2]])),
     "a sparse tensor": lambda: prepare(gl.gpipe(4, 4), inputs=X.to_sparse()),
     "inputs without values": lambda: prepare(gl.gpipe(4, 4), inputs=X.to("meta")),
     "inputs that are whole alone": lambda: prepare(gl.gpipe(4, 4), inputs=gl.whole(X)),
