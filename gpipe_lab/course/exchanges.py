@@ -30,9 +30,9 @@ def play_rank(context: RankContext, schedule: Schedule) -> Received:
     """A job: this rank's row of the schedule."""
     from ..engine.device import CpuDevice
     from ..engine.messages import pack
-    from ..engine.transport import Incoming, Links
+    from ..engine.transport import GlooTransport, Incoming
 
-    links = Links(CpuDevice(), strict=True)
+    transport = GlooTransport(CpuDevice(), strict=True)
     incoming: dict[Op, Incoming] = {}
     received: Received = []
 
@@ -43,10 +43,12 @@ def play_rank(context: RankContext, schedule: Schedule) -> Received:
         context.board.mark(op)
         other = schedule.rank_of[peer(op)] if op.kind in TRANSFERS else context.rank
         if op.kind in SENDS:
-            links.send(op, pack(encoded(op), needs_gradient=[False], where=str(op)), other, tag=0)
+            transport.send(
+                op, pack(encoded(op), needs_gradient=[False], where=str(op)), other, tag=0, made=None
+            )
         elif op.kind in RECEIVES:
             meta = pack(encoded(op), needs_gradient=[False], where=str(op)).meta
-            incoming[op] = links.receive(meta, other, tag=0)
+            incoming[op] = transport.receive(meta, other, tag=0, made=None)
         elif op.kind in COMPUTE:
             for needed in dependencies(op, schedule):
                 if needed in incoming:
@@ -55,8 +57,8 @@ def play_rank(context: RankContext, schedule: Schedule) -> Received:
                     received.append((needed, decoded(message)))
     last_send = next((op for op in reversed(row) if op.kind in SENDS), row[-1])
     context.board.mark(last_send, waits=True)
-    links.finish()
-    links.close()
+    transport.finish()
+    transport.close()
     return received
 
 

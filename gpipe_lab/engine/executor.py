@@ -15,7 +15,7 @@ from ..plan.memory import MemoryRow
 from ..plan.ops import COMPUTE, RECEIVES, SENDS, Kind, Op
 from ..plan.schedule import Schedule, dependencies, send_of
 from ..plan.trace import COMPUTE_LANE, Event
-from .batch import Tree, map_tensors, tensors
+from .batch import Tree, tensors
 from .device import Device, now_ms
 from .gradients import GradientBook
 from .ledger import Ledger
@@ -23,7 +23,7 @@ from .mailbox import Agreements, Board, Mailbox, Tracer, Value
 from .pace import Pace
 from .profile import label
 from .stage import Objective, Stage, StepContext
-from .transport import Links
+from .transport import Transport
 
 Handler = Callable[[Op], None]
 
@@ -68,6 +68,7 @@ class RankResult:
     bytes_reduced: dict[tuple[int, ...], int] = field(default_factory=dict)
     unsplit: dict[int, tuple[str, ...]] = field(default_factory=dict)
     overran: int = 0
+    allocator_peak_bytes: int | None = None  # of torch's own allocator, on a GPU
     profile: bytes = b""  # what torch's profiler recorded, as JSON
 
 
@@ -93,27 +94,59 @@ class Executor:
         self.loss_fn = loss_fn
         self.agreements = Agreements()
 
-    def prepare(self, job: StepJob, links: Links) -> None:
-        """Work out what a step over `links` needs, ahead of its start, which does not wait for it then."""
-        self.job = job
+    def prepare(self, job: StepJob, transport: Transport) -> Step:
+        """Work out what a step needs, ahead of its start, which does not wait for it then.
+
+        A collective call of all ranks, where the schedule has links that are not open yet.
+        """
         signatures = [f"{signature} {job.step.gradients}" for signature in job.signatures]
         microbatches = {op.microbatch for op in job.schedule.ops[self.rank]}
         is_agreeing = (
             self.agreements.bring_news([signatures[m] for m in microbatches]) or self.agreements.is_open
         )
-        self.schedule = job.first_schedule if is_agreeing else job.schedule
-        mine = self.schedule.ops[self.rank]
-        self.needs = {op: dependencies(op, self.schedule) for op in mine if op.kind in COMPUTE}
-        posts_ahead = job.pace is not None and job.posts_ahead and links.in_any_order and not is_agreeing
+        schedule = job.first_schedule if is_agreeing else job.schedule
+        transport.open_links(schedule)
+        posts_ahead = job.pace is not None and job.posts_ahead and transport.in_any_order and not is_agreeing
+        for stage in self.stages.values():
+            stage.begin(training=job.step.training)
+        return Step(self, job, schedule, transport, signatures, posts_ahead=posts_ahead)
+
+
+class Step:
+    """One step made ready: `run` is its loop over the rank's operations."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        job: StepJob,
+        schedule: Schedule,
+        transport: Transport,
+        signatures: Sequence[str],
+        *,
+        posts_ahead: bool,
+    ) -> None:
+        self.rank = executor.rank
+        self.stages = executor.stages
+        self.device = executor.device
+        self.ledger = executor.ledger
+        self.board = executor.board
+        self.gradients = executor.gradients
+        self.loss_fn = executor.loss_fn
+        self.job = job
+        self.schedule = schedule
+        self.inputs = {m: self.device.pin(tree) for m, tree in job.inputs.items()}
+        self.targets = {m: self.device.pin(tree) for m, tree in job.targets.items()}
+        mine = schedule.ops[self.rank]
+        self.needs = {op: dependencies(op, schedule) for op in mine if op.kind in COMPUTE}
         self.ahead = receives_after(mine) if posts_ahead else {}
         self.durations_ms = {op: self._duration_ms(op, job.pace) for op in self.needs} if job.pace else {}
         self.tracer = Tracer(self.rank, self.device)
         self.mailbox = Mailbox(
             self.rank,
-            self.schedule,
+            schedule,
             signatures,
-            links=links,
-            agreements=self.agreements,
+            transport=transport,
+            agreements=executor.agreements,
             ledger=self.ledger,
             tracer=self.tracer,
             board=self.board,
@@ -127,14 +160,13 @@ class Executor:
             Kind.I: named(self._backward),
             Kind.W: named(self._backward_weight),
         }
-        self.result = RankResult(self.rank)
         self.losses: dict[int, torch.Tensor] = {}  # read off at the end, so that a GPU is not waited for
+        self.outputs: dict[int, Tree] = {}
         self.values: dict[Op, Value] = {}  # by the operation that made or received them
-        for stage in self.stages.values():
-            stage.begin(training=job.step.training)
+        self.overran = 0
 
     def run(self) -> RankResult:
-        """The step that was prepared. Gradients accumulate, and their sums are still to be finished."""
+        """Gradients accumulate, and their sums are still to be finished."""
         self.device.begin_step()
         self.ledger.begin(self.device.stamp())
         for index, op in enumerate(self.schedule.ops[self.rank]):
@@ -148,27 +180,40 @@ class Executor:
                 self.post(op)
         self.board.mark(op, waits=True)
         self.mailbox.settle(wait=True)
-        self.board.clear()
-        self.result.bytes_sent = self.mailbox.bytes_sent
-        self.result.losses = {m: loss.item() for m, loss in self.losses.items()}
-        self.result.events = self.tracer.events()
-        stamps = [stamp for _, stamp, *_ in self.ledger.rows]
-        self.result.memory = self.ledger.memory_rows(self.device.times(stamps))
-        return self.result
+        result = self._measured()
+        self.board.clear()  # not before the device has come to its end: what hangs there is in this step
+        return result
+
+    def _measured(self) -> RankResult:
+        """What the step brings home, once the device has done all of it."""
+        memory_ms = self.device.times([stamp for _, stamp, *_ in self.ledger.rows])
+        return RankResult(
+            self.rank,
+            events=self.tracer.events(),
+            memory=self.ledger.memory_rows(memory_ms),
+            losses={m: loss.item() for m, loss in self.losses.items()},
+            outputs=self.outputs,
+            bytes_sent=self.mailbox.bytes_sent,
+            overran=self.overran,
+            allocator_peak_bytes=self.device.peak_bytes(),
+        )
 
     def _compute(self, op: Op, index: int) -> None:
         for needed in self.needs[op]:
             if self.mailbox.expects(needed):
                 self.values[needed] = self.mailbox.fetch(needed)
                 self.board.mark(op)
-        start, started_ms = self.device.stamp(), now_ms()
-        self.ledger.start(op, index, start)
         if self.job.pace is None:
+            start = self.device.stamp()
+            self.ledger.start(op, index, start)
             self.handlers[op.kind](op)
+            end = self.device.stamp()
             self.mailbox.settle()
         else:
-            self._paced(op, self.job.pace, started_ms)
-        end = self.device.stamp()
+            start = now_ms()
+            self.ledger.start(op, index, start)
+            self._paced(op, self.job.pace, start)
+            end = now_ms()
         self.ledger.snapshot(end)
         self.tracer.add(COMPUTE_LANE, op, start, end)
 
@@ -189,7 +234,7 @@ class Executor:
         for receive in self.ahead.get(op, ()):
             self.post(receive)
         left_ms = started_ms + duration_ms - now_ms()
-        self.result.overran += left_ms < 0
+        self.overran += left_ms < 0
         time.sleep(max(0.0, left_ms) / 1000.0)
 
     def _duration_ms(self, op: Op, pace: Pace) -> float:
@@ -216,7 +261,7 @@ class Executor:
         if output.loss is not None:
             self.losses[op.microbatch] = output.loss
         if self.job.outputs or not self.job.step.gradients:
-            self.result.outputs[op.microbatch] = map_tensors(torch.Tensor.cpu, output.tree)
+            self.outputs[op.microbatch] = self.device.copy_out(output.tree)
 
     def _recompute(self, op: Op) -> None:
         self.stages[op.stage].recompute(op.microbatch, op.segment)
@@ -255,14 +300,14 @@ class Executor:
 
     def _first_input(self, op: Op) -> Value:
         """A copy of the micro-batch, so that a first layer that works in place leaves the batch alone."""
-        batch = self.device.place(map_tensors(torch.clone, self.job.inputs[op.microbatch]))
+        batch = self.device.copy_in(self.inputs[op.microbatch])
         return Value(batch, [False] * len(tensors(batch)))
 
     def _objective(self, op: Op) -> Objective | None:
-        if op.stage < self.schedule.num_stages - 1 or self.loss_fn is None or not self.job.targets:
+        if op.stage < self.schedule.num_stages - 1 or self.loss_fn is None or not self.targets:
             return None
         m = op.microbatch
-        return Objective(self.loss_fn, self.device.place(self.job.targets[m]), self.job.scales[m])
+        return Objective(self.loss_fn, self.device.place(self.targets[m]), self.job.scales[m])
 
     def _has(self, kind: Kind, op: Op) -> bool:
         """Whether the schedule has such an operation for this stage and micro-batch."""

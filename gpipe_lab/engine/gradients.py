@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from ..plan.errors import InputError, require
-from .device import Device
 from .ledger import Ledger
+from .transport import Ranks, Transport
 
 
 class GradientBook:
@@ -73,7 +70,7 @@ class GradientBook:
             if name not in self._keys:
                 self._keys[name] = self.ledger.hold("gradients", [held])
 
-    def sum_over(self, replicas: Replicas) -> int:
+    def sum_over(self, replicas: Ranks, transport: Transport) -> int:
         """Add up this step's gradients over replicas, those of few bits in float32; the bytes summed.
 
         A parameter that has a gradient on one replica counts as zero on those where it has none.
@@ -81,9 +78,9 @@ class GradientBook:
         trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
         found = torch.tensor([name in self._sums or p.grad is not None for name, p in trained.items()])
         counts = found.to(torch.int32)
-        replicas.sum([counts])
+        transport.all_reduce([counts], replicas)
         wanted = [name for name, count in zip(trained, counts.tolist(), strict=True) if count]
-        return replicas.sum([self._step_sum(name) for name in wanted])
+        return transport.all_reduce([self._step_sum(name) for name in wanted], replicas)
 
     def _step_sum(self, name: str) -> torch.Tensor:
         """The sum over this step's micro-batches, to be changed in place; zeros where there is none yet."""
@@ -133,7 +130,8 @@ class GradientBook:
 
     def squared_norm(self) -> float:
         """The sum of squares of this rank's gradients, in float64."""
-        return sum(_real(gradient).double().square().sum().item() for _, gradient in self._owned())
+        norms = [torch.linalg.vector_norm(g, dtype=_double(g)) for _, g in self._owned()]
+        return torch.stack(norms).square().sum().item() if norms else 0.0  # the one wait for the device
 
     def scale(self, factor: float) -> None:
         for parameter in self.parameters.values():
@@ -150,67 +148,14 @@ class GradientBook:
                 yield name, parameter.grad
 
 
-def _real(gradient: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
+def _double(tensor: torch.Tensor) -> torch.dtype:
+    return torch.complex128 if tensor.is_complex() else torch.float64
 
 
-BUCKET_BYTES = 25 << 20  # as torch's DistributedDataParallel: few messages, and little memory for them
-MESH_DIMS = ("data", "pipeline")
-
-
-class Replicas:
-    """The data group of one rank, from a `DeviceMesh` of replicas × ranks of a pipeline.
-
-    Making one is a collective call of all ranks. The default group stays the pipeline's own.
-    """
-
-    def __init__(self, num_replicas: int, device: Device) -> None:
-        kind = device.torch_device.type
-        over_nccl = kind == "cuda" and "nccl" in dist.get_backend_config()
-        shape = num_replicas, dist.get_world_size() // num_replicas
-        self.mesh = init_device_mesh("cuda" if over_nccl else "cpu", shape, mesh_dim_names=MESH_DIMS)
-        self.group = self.mesh.get_group(MESH_DIMS[0])
-        self.ranks = tuple(dist.get_process_group_ranks(self.group))
-        self._staged = kind != "cpu" and not over_nccl
-
-    def sum(self, tensors: Sequence[torch.Tensor]) -> int:
-        """Add up each tensor over the group, in place; the bytes of what was summed on this rank.
-
-        Every rank of the group gives tensors of the same shapes and gets the same bits.
-        """
-        num_bytes = 0
-        for bucket in buckets([t for t in tensors if t.numel()]):
-            flat = torch.cat([t.reshape(-1) for t in bucket])
-            host = flat.cpu() if self._staged else flat
-            dist.all_reduce(host, group=self.group)
-            parts = host.to(flat.device).split([t.numel() for t in bucket])
-            for tensor, part in zip(bucket, parts, strict=True):
-                tensor.copy_(part.view_as(tensor))
-            num_bytes += flat.numel() * flat.element_size()
-        return num_bytes
-
-
-def buckets(tensors: Sequence[torch.Tensor], limit_bytes: int = BUCKET_BYTES) -> Iterator[list[torch.Tensor]]:
-    """Neighbours of one dtype together, up to `limit_bytes` unless a single tensor has more."""
-    bucket: list[torch.Tensor] = []
-    size = 0
-    for tensor in tensors:
-        num_bytes = tensor.numel() * tensor.element_size()
-        if bucket and (tensor.dtype != bucket[0].dtype or size + num_bytes > limit_bytes):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(tensor)
-        size += num_bytes
-    if bucket:
-        yield bucket
-
-
-def replicas_in(groups: dict[Any, Any], num_replicas: int, device: Device) -> Replicas:
-    """The replicas of the default process group, made once for each; a collective call of all ranks."""
-    key = "replicas", num_replicas
-    if key not in groups:
-        groups[key] = Replicas(num_replicas, device)
-    return groups[key]
+def data_groups(num_replicas: int, num_ranks: int) -> list[Ranks]:
+    """The ranks that hold the same stages, one of each replica: rows of a mesh of replicas × ranks."""
+    ranks_per_replica = num_ranks // num_replicas
+    return [tuple(range(rank, num_ranks, ranks_per_replica)) for rank in range(ranks_per_replica)]
 
 
 @dataclass(frozen=True)
@@ -287,54 +232,42 @@ class Tied:
         """The ids of parameters that another rank owns."""
         return {id(p) for tie, p in self._parameters.items() if tie.owner != self.rank}
 
-    def spread_values(self, groups: dict[Any, Any]) -> None:
+    def spread_values(self, transport: Transport) -> None:
         """Give every holder the owner's value. All ranks of the pipeline call this."""
         for tie in self._spread:
-            group = _group(tie.holders, groups)
+            transport.open_group(tie.holders)
             if tie in self._parameters:
                 value = self._parameters[tie].detach()
-                _require_alike(tie, value, group)
-                host = value.cpu()
-                dist.broadcast(host, tie.owner, group=group)
-                value.copy_(host)
+                _require_alike(tie, value, transport)
+                transport.broadcast(value, tie.owner, tie.holders)
 
-    def sum_gradients(self, groups: dict[Any, Any]) -> dict[tuple[int, ...], int]:
+    def sum_gradients(self, transport: Transport) -> dict[Ranks, int]:
         """Sum the gradients of all uses, on every holder. All ranks call this.
 
         Returns the bytes summed, by the ranks that hold them, for the ties of this rank.
         """
-        num_bytes: dict[tuple[int, ...], int] = {}
+        num_bytes: dict[Ranks, int] = {}
         for tie in self._spread:
-            group = _group(tie.holders, groups)
+            transport.open_group(tie.holders)
             if tie in self._parameters:
                 parameter = self._parameters[tie]
                 uses = torch.tensor([parameter.grad is not None], dtype=torch.int32)
-                dist.all_reduce(uses, group=group)
+                transport.all_reduce([uses], tie.holders)
                 if not uses.item():  # frozen, or out of the loss's reach: as in one process it has none
                     continue
-                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                host = gradient.cpu()
-                dist.all_reduce(host, group=group)
-                parameter.grad = host.to(gradient.device)
-                num_bytes[tie.holders] = num_bytes.get(tie.holders, 0) + host.nbytes
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                summed = transport.all_reduce([parameter.grad], tie.holders)
+                num_bytes[tie.holders] = num_bytes.get(tie.holders, 0) + summed
         return num_bytes
 
 
-def _require_alike(tie: Tie, value: torch.Tensor, group: Any) -> None:
+def _require_alike(tie: Tie, value: torch.Tensor, transport: Transport) -> None:
     """Compare a tied weight with its owner's: a transfer of another size would end the process."""
-    found: list[Any] = [None] * len(tie.holders)
-    dist.all_gather_object(found, f"{tuple(value.shape)} {value.dtype}", group=group)
+    found = transport.gather(f"{tuple(value.shape)} {value.dtype}", tie.holders)
     require(
         len(set(found)) == 1,
         "tied weights have one shape and dtype",
         got=", ".join(f"{what} on rank {rank}" for rank, what in zip(tie.holders, found, strict=True)),
         where=f"ties, {tie.names}",
     )
-
-
-def _group(ranks: tuple[int, ...], groups: dict[Any, Any]) -> Any:
-    """A process group of these ranks, made once for each default group; making one is a collective call."""
-    key = "tie", ranks
-    if key not in groups:
-        groups[key] = dist.new_group(list(ranks))
-    return groups[key]

@@ -41,10 +41,10 @@ class _Sums:
 
     def add(self, x: torch.Tensor) -> None:
         over = [dim for dim in range(x.dim()) if dim != 1]
-        values = x.detach().double()
+        x = x.detach()
         self.count += x.numel() // x.shape[1]
-        self.total += values.sum(over)
-        self.squares += values.square().sum(over)
+        self.total += x.sum(over, dtype=torch.float64)
+        self.squares += torch.linalg.vector_norm(x, dim=over, dtype=torch.float64).square()
 
 
 class _Gathered:

@@ -14,7 +14,7 @@ from .batch import Tree
 from .device import Device
 from .ledger import Ledger
 from .messages import Message, MessageMeta, pack
-from .transport import Incoming, Links, Sent, tag_of
+from .transport import Incoming, Sent, Transport, tag_of
 
 
 @dataclass
@@ -100,7 +100,7 @@ class Mailbox:
         schedule: Schedule,
         signatures: Sequence[str],
         *,
-        links: Links,
+        transport: Transport,
         agreements: Agreements,
         ledger: Ledger,
         tracer: Tracer,
@@ -109,7 +109,8 @@ class Mailbox:
         self.rank = rank
         self.schedule = schedule
         self.signatures = signatures
-        self.links = links
+        self.transport = transport
+        self.device = transport.device
         self.agreements = agreements
         self.ledger = ledger
         self.tracer = tracer
@@ -117,7 +118,7 @@ class Mailbox:
         self.bytes_sent: dict[tuple[int, int], int] = {}
         self._routes = {op: self._route(op) for op in schedule.ops[rank] if op.kind in TRANSFERS}
         self._incoming: dict[Op, tuple[Incoming, MessageMeta, list[int]]] = {}
-        self._outgoing: dict[Op, tuple[Message, list[int]]] = {}
+        self._outgoing: dict[Op, tuple[Message, list[int], Any]] = {}
 
     def prepare(self, op: Op, value: Value) -> None:
         """Make a send's message ready, within the operation whose result it is: it can then leave at once."""
@@ -125,23 +126,25 @@ class Mailbox:
             return  # nothing at this boundary needs a gradient, and the other end knows
         agreed = self.agreements.metas.get(self._routes[op].key)
         if agreed is not None and op.kind is Kind.SEND_B and any(g is None for g in value.tree):
-            value.tree = agreed.with_zeros(value.tree, self.tracer.device.torch_device)
+            value.tree = agreed.with_zeros(value.tree, self.device.torch_device)
         place = _Place(op, self.rank)
-        message = pack(value.tree, needs_gradient=value.needs_gradient, where=place, agreed=agreed)
-        self._outgoing[op] = message, self.ledger.hold(_outgoing(op), message.tensors)
+        tree = self.device.place(value.tree)
+        message = pack(tree, needs_gradient=value.needs_gradient, where=place, agreed=agreed)
+        keys = self.ledger.hold(_outgoing(op), [message.flat])
+        self._outgoing[op] = message, keys, self.device.compute.record()
 
     def send(self, op: Op) -> None:
         """Let a message go to the rank of the next or previous stage; nobody waits for it here."""
         if op not in self._outgoing:
             return
-        message, keys = self._outgoing.pop(op)
+        message, keys, made = self._outgoing.pop(op)
         to, tag, key = self._routes[op]
         if key not in self.agreements.metas:
             self.agreements.settle(key, message.meta)
-            self.links.send_meta(message.meta, to, tag)
-        self.links.send(op, message, to, tag).held = keys
+            self.transport.tell(message.meta, to, tag)
+        self.transport.send(op, message, to, tag, made).held = keys
         link = (self.rank, to)
-        self.bytes_sent[link] = self.bytes_sent.get(link, 0) + message.num_bytes
+        self.bytes_sent[link] = self.bytes_sent.get(link, 0) + message.meta.num_bytes
 
     def post(self, op: Op) -> None:
         """Make ready for a message, unless none will come."""
@@ -151,10 +154,10 @@ class Mailbox:
         meta = self.agreements.metas.get(key)
         if meta is None:
             self.board.mark(op, waits=True)
-            meta = self.links.receive_meta(source, tag)
+            meta = self.transport.hear(source, tag)
             self.agreements.settle(key, meta)
-        incoming = self.links.receive(meta, source, tag)
-        self._incoming[op] = incoming, meta, self.ledger.hold("communication", incoming.tensors)
+        incoming = self.transport.receive(meta, source, tag)
+        self._incoming[op] = incoming, meta, self.ledger.hold("communication", [incoming.flat])
 
     def expects(self, op: Op) -> bool:
         """Whether `op` is a receive that has been posted and not been fetched."""
@@ -163,19 +166,18 @@ class Mailbox:
     def fetch(self, op: Op) -> Value:
         """The message of a posted receive, once it is there."""
         incoming, meta, keys = self._incoming.pop(op)
-        self.links.watch()
+        self.transport.watch()
         self.board.mark(op, waits=True)
-        start = self.tracer.device.stamp()
+        start = self.device.stamp()
         received = incoming.wait()
-        end = self.tracer.device.stamp()
+        end = self.device.stamp()
         self.tracer.add(WAIT_LANE, op, start, end)
         self.tracer.add(COMM_LANE, op, end, end)
         return Value(meta.assemble(received), meta.needs_gradient, keys)
 
     def settle(self, *, wait: bool = False) -> None:
         """Let go of what has been sent; with `wait`, of all of it."""
-        self.links.watch()
-        for sent in self.links.finish() if wait else self.links.completed():
+        for sent in self.transport.finish() if wait else self.transport.completed():
             self._note(sent)
 
     def _note(self, sent: Sent) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -9,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .batch import Tree, TreeSpec, flatten, unflatten
+
+ALIGNMENT = 64  # bytes: each tensor of a message begins where an allocator might have put it
 
 
 class PeerLost(RuntimeError):
@@ -32,6 +35,10 @@ class TensorMeta(NamedTuple):
 
     def empty(self, device: torch.device) -> torch.Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,30 @@ class MessageMeta:
             for gradient, meta in zip(gradients, self.tensors, strict=True)
         ]
 
+    @cached_property
+    def num_bytes(self) -> int:
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each tensor begins in the message's bytes, and where they end."""
+        found = [0]
+        for tensor in self.tensors:
+            found.append(-(-(found[-1] + tensor.num_bytes) // ALIGNMENT) * ALIGNMENT)
+        if self.tensors:
+            found[-1] = found[-2] + self.tensors[-1].num_bytes
+        return tuple(found)
+
+    def unpack(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors in a message's bytes: they share its memory, but no version counter."""
+        storage = flat.untyped_storage()
+        return [
+            torch.empty(0, dtype=meta.dtype, device=flat.device).set_(
+                storage, offset // meta.dtype.itemsize, meta.shape, meta.stride
+            )
+            for meta, offset in zip(self.tensors, self.offsets, strict=False)
+        ]
+
     def assemble(self, tensors: list[torch.Tensor]) -> Tree:
         if self.spec.container is None and tensors:
             return tensors[0]
@@ -67,15 +98,10 @@ class MessageMeta:
 
 
 class Message(NamedTuple):
-    """A tree of tensors on its way, each dense in memory; `rows` are those that have bytes to send."""
+    """A tree of tensors on its way, as bytes in a row: one transfer, whatever the types and sizes."""
 
     meta: MessageMeta
-    tensors: list[torch.Tensor]
-    rows: list[torch.Tensor]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(row.nbytes for row in self.rows)
+    flat: torch.Tensor  # shape (bytes,), uint8
 
 
 def pack(
@@ -102,13 +128,30 @@ def pack(
                 f"plain constants\ngot:    {type(leaf).__name__}\nwhere:  {where}\n"
                 "remedy: return the tensors inside it"
             )
-    rows = [in_a_row(tensor) for tensor in tensors if tensor.numel()]
     found = tuple(metas)
     if agreed is None or agreed.leaves != found or agreed.spec != spec:
         actual = MessageMeta(spec, found)
         check_agreed(actual, actual if agreed is None else agreed, where)
         agreed = actual
-    return Message(agreed, tensors, rows)
+    return Message(agreed, _flat(tensors, agreed))
+
+
+def _flat(tensors: list[torch.Tensor], meta: MessageMeta) -> torch.Tensor:
+    """The bytes of tensors in a row: of a single one as they are, of several a copy."""
+    if len(tensors) == 1:
+        return bytes_of(tensors[0])
+    offsets = meta.offsets
+    device = tensors[0].device if tensors else None
+    flat = torch.empty(offsets[-1], dtype=torch.uint8, device=device)
+    for tensor, offset in zip(tensors, offsets, strict=False):
+        data = bytes_of(tensor)
+        flat[offset : offset + data.numel()].copy_(data)
+    return flat
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's memory in the order in which it lies there, as bytes; no copy."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -127,13 +170,6 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.contiguous()
         expected *= size
     return tensor
-
-
-def in_a_row(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor's memory in the order in which it lies there, as transfers want it; no copy."""
-    if tensor.is_contiguous():
-        return tensor
-    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
 def check_agreed(actual: MessageMeta, agreed: MessageMeta, where: object) -> None:

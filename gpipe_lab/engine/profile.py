@@ -6,13 +6,13 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..plan.errors import require
@@ -21,7 +21,7 @@ from ..plan.ops import Op
 from ..plan.partition import balanced, min_max
 from ..plan.schedule import Schedule
 from .batch import Tree, tensors
-from .device import Device, now_ms
+from .device import Device, now_ms, profiler_activities
 from .layer_state import init_seed
 from .ledger import Ledger
 from .stage import Objective, Stage, StepContext
@@ -55,10 +55,7 @@ def recorded(is_wanted: bool, scratch: str) -> Iterator[Recording]:
     if not is_wanted:
         yield recording
         return
-    activities = [ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities, acc_events=True) as profiler:
+    with profile(activities=profiler_activities(), acc_events=True) as profiler:
         yield recording
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         path = os.path.join(folder, "profile.json")
@@ -138,6 +135,10 @@ def profile_layers(
     """
     found = []
     value = device.place(microbatch)
+    if objective is not None:
+        loss_fn = objective.loss_fn
+        loss_fn = loss_fn.to(device.torch_device) if isinstance(loss_fn, nn.Module) else loss_fn
+        objective = replace(objective, loss_fn=loss_fn, target=device.place(objective.target))
     flags = [False] * len(tensors(value))
     for position, (name, layer) in enumerate(zip(names, layers, strict=True)):
         if not isinstance(layer, nn.Module):

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ..plan.errors import require
@@ -17,13 +16,13 @@ from ..plan.ops import Kind, Op
 from ..plan.trace import COMM_LANE, COMPUTE_LANE, Event
 from .device import Device
 from .executor import Executor, RankResult, StepJob
-from .gradients import GradientBook, Tie, Tied, join_locally, replicas_in
+from .gradients import GradientBook, Tie, Tied, data_groups, join_locally
 from .layer_state import Snapshot, init_seed
 from .ledger import Ledger
 from .loss import LossFn
 from .mailbox import Board
 from .stage import Stage
-from .transport import Links
+from .transport import Transport
 
 Layer = nn.Module | Callable[[], nn.Module]  # a factory builds its layer where it is to live
 NamedParameters = list[tuple[str, nn.Parameter]]
@@ -63,18 +62,19 @@ class RankPipeline:
     """
 
     def __init__(
-        self, rank: int, spec: PipelineSpec, device: Device, board: Board, groups: dict[Any, Any]
+        self, rank: int, spec: PipelineSpec, device: Device, board: Board, transport: Transport
     ) -> None:
         self.rank = rank
         self.spec = spec
         self.device = device
         self.ledger = Ledger(rank, limit_bytes=spec.limit_bytes)
+        device.limit_memory(spec.limit_bytes)
         self.stages = {s.index: self._build(s) for s in spec.stages}
         self.names = {s.index: s.names for s in spec.stages}
         join_locally(spec.ties, rank, dict(self._layers()))
         everything = dict(self._named(lambda layer: layer.named_parameters()))
         self.tied = Tied(spec.ties, rank, everything)
-        self.tied.spread_values(groups)
+        self.tied.spread_values(transport)
         self.parameters = _once(everything)
         copies = set(map(id, self.parameters.values())) if spec.replica > 0 else set()
         self.gradients = GradientBook(self.parameters, self.ledger, borrowed=self.tied.borrowed() | copies)
@@ -137,9 +137,7 @@ class RankPipeline:
         for index, stage in self.stages.items():
             yield from zip(self.names[index], stage.layers, strict=True)
 
-    def step(
-        self, job: StepJob, links: Links, groups: dict[Any, Any], *, update: bool
-    ) -> tuple[RankResult, float, float]:
+    def step(self, job: StepJob, transport: Transport, *, update: bool) -> tuple[RankResult, float, float]:
         """One training step; the result, the loss of the whole batch and the norm of all gradients.
 
         With `update` the optimizer steps, and the next step starts from zeroed gradients; without, gradients
@@ -148,35 +146,39 @@ class RankPipeline:
         if self._gradients_are_used:
             self.zero_grad()
         self.gradients.begin()
-        self.executor.prepare(job, links)
-        _meet()
-        result = self.executor.run()
+        step = self.executor.prepare(job, transport)
+        transport.barrier()
+        result = step.run()
         for index, stage in self.stages.items():
             result.unsplit[index] = tuple(n for n, p in self.parameters.items() if p in stage.unsplit)
-        self._reduce(groups, result)
+        self._reduce(transport, result)
         for stage in self.stages.values():
             stage.end()
         self.gradients.end()
         loss = sum(job.scales[m] * loss for m, loss in result.losses.items())
-        loss, squared_norm = _sum_over_ranks([loss, self.gradients.squared_norm()])
+        loss, squared_norm = transport.sum([loss, self.gradients.squared_norm()])
         if update:
             result.events.append(self._update(squared_norm**0.5))
         return result, loss, squared_norm**0.5
 
-    def _reduce(self, groups: dict[Any, Any], result: RankResult) -> None:
+    def _reduce(self, transport: Transport, result: RankResult) -> None:
         """Finish this step's gradients: summed over replicas, then over the uses of tied weights.
 
         In that order every replica sums ties from the same bits, so that copies stay equal for good.
         """
         op = Op(Kind.REDUCE, min(self.stages), 0)
-        self.executor.board.mark(op)
+        self.executor.board.mark(op, waits=True)
         start = self.device.stamp()
         if self.spec.num_replicas > 1:
-            replicas = replicas_in(groups, self.spec.num_replicas, self.device)
-            result.bytes_reduced[replicas.ranks] = self.gradients.sum_over(replicas)
-            replicas.sum([t for stage in self.stages.values() for t in stage.statistics.sums()])
+            groups = data_groups(self.spec.num_replicas, transport.num_ranks)
+            for group in groups:
+                transport.open_group(group)
+            replicas = groups[self.rank % len(groups)]
+            result.bytes_reduced[replicas] = self.gradients.sum_over(replicas, transport)
+            sums = [t for stage in self.stages.values() for t in stage.statistics.sums()]
+            transport.all_reduce(sums, replicas)
         self.gradients.finish_sums()
-        result.bytes_reduced |= self.tied.sum_gradients(groups)
+        result.bytes_reduced |= self.tied.sum_gradients(transport)
         if result.bytes_reduced:
             started, ended = self.device.times([start, self.device.stamp()])
             result.events.append(Event(self.rank, COMM_LANE, op, started, ended))
@@ -227,13 +229,13 @@ class RankPipeline:
         state = [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
         self._optimizer_keys = self.ledger.hold("optimizer", state)
 
-    def evaluate(self, job: StepJob, links: Links) -> tuple[RankResult, float]:
+    def evaluate(self, job: StepJob, transport: Transport) -> tuple[RankResult, float]:
         """A forward-only step without gradients; the result and the loss of the batch (0 without targets)."""
-        self.executor.prepare(job, links)
-        _meet()
-        result = self.executor.run()
+        step = self.executor.prepare(job, transport)
+        transport.barrier()
+        result = step.run()
         scales = job.scales or (0.0,) * len(job.sizes)
-        (loss,) = _sum_over_ranks([sum(scales[m] * loss for m, loss in result.losses.items())])
+        (loss,) = transport.sum([sum(scales[m] * loss for m, loss in result.losses.items())])
         return result, loss
 
     def snapshot(self) -> Snapshot:
@@ -297,14 +299,3 @@ def _once(parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
     for name, parameter in parameters.items():
         first.setdefault(id(parameter), name)
     return {name: parameters[name] for name in first.values()}
-
-
-def _meet() -> None:
-    """Wait until all ranks are here. A sum over host tensors, so that it goes over gloo everywhere."""
-    dist.all_reduce(torch.zeros(1))
-
-
-def _sum_over_ranks(values: list[float]) -> list[float]:
-    total = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(total)
-    return total.tolist()

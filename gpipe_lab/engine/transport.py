@@ -1,11 +1,11 @@
-"""Messages between ranks."""
+"""Messages and sums between ranks: one interface, over gloo, over NCCL, or within one process (loopback)."""
 
 from __future__ import annotations
 
 import pickle
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -15,13 +15,17 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
+from ..plan.errors import require
 from ..plan.ops import RECEIVES, Op
-from .device import CudaDevice, Device, now_ms
-from .messages import Message, MessageMeta, PeerLost, in_a_row
+from ..plan.schedule import Schedule
+from .device import Device, DevicePlan, Stream, now_ms
+from .messages import Message, MessageMeta, PeerLost
 
 _META_TAG = 1 << 20
 _TAGS_PER_STAGE = 2
-_HOST = torch.device("cpu")
+BUCKET_BYTES = 25 << 20  # as torch's DistributedDataParallel: few messages, and little memory for them
+
+Ranks = tuple[int, ...]
 
 
 def tag_of(op: Op, num_stages: int) -> int:
@@ -32,9 +36,9 @@ def tag_of(op: Op, num_stages: int) -> int:
 
 
 class Incoming(Protocol):
-    """A receive that has been posted, into `tensors`."""
+    """A receive that has been posted, into the bytes `flat`."""
 
-    tensors: list[torch.Tensor]
+    flat: torch.Tensor
 
     def wait(self) -> list[torch.Tensor]:
         """The tensors, once they are there (on a GPU: once the compute stream may use them)."""
@@ -46,7 +50,7 @@ class Sent:
 
     op: Op
     start: Any
-    message: Message  # keeps the tensors alive
+    flat: torch.Tensor  # kept alive until the transfer is over
     end: Any = None
     error: PeerLost | None = None
     held: list[int] = field(default_factory=list)  # what the ledger is to release
@@ -59,42 +63,286 @@ class Sent:
             self.error = error
 
 
-class Links:
-    """A rank's transfers over gloo: for CPUs, and for GPUs that ranks share (staged through the host).
+class Transport:
+    """What one rank exchanges with the others. Collective calls are made by all ranks named, in one order.
 
-    `strict` makes one queue of all of a rank's transfers, each meeting its other end before the next
-    begins: the strictest order NCCL may impose, for finding schedules that would hang. `link_ms` holds
-    every message that long after both ends have met.
+    `link_ms` holds every message that long after both ends have met. `in_any_order` says whether a transfer
+    may be posted ahead of one that comes before it in the schedule.
     """
 
-    def __init__(self, device: Device, *, strict: bool = False, link_ms: float = 0.0) -> None:
+    in_any_order = False
+    link_ms = 0.0
+
+    def __init__(self, device: Device, rank: int, num_ranks: int) -> None:
         self.device = device
-        self.strict = strict
-        self.link_ms = link_ms
-        self._staged = device.torch_device.type != "cpu"
+        self.rank = rank
+        self.num_ranks = num_ranks
+
+    # Transfers, which nobody waits for here.
+
+    def open_links(self, schedule: Schedule) -> None:
+        """Have the links of a schedule ready before a step; a collective call of all ranks."""
+
+    def send(self, op: Op, message: Message, to: int, tag: int, made: Any) -> Sent:
+        """Let a message go that was written by the compute stream before the event `made`."""
+        raise NotImplementedError
+
+    def receive(self, meta: MessageMeta, source: int, tag: int) -> Incoming:
+        raise NotImplementedError
+
+    def watch(self) -> None:
+        """This rank is about to wait or has time: see to the sends posted since."""
+
+    def completed(self) -> list[Sent]:
+        """Called after each operation: sends that need no longer be held; raises what went wrong in them."""
+        raise NotImplementedError
+
+    def finish(self) -> list[Sent]:
+        """The sends that are left, at the end of a step."""
+        raise NotImplementedError
+
+    # Values of the host. The receiving host waits.
+
+    def tell(self, value: Any, to: int, tag: int) -> None:
+        """Send any value that pickles; nobody waits for it here."""
+        raise NotImplementedError
+
+    def hear(self, source: int, tag: int) -> Any:
+        raise NotImplementedError
+
+    def gather(self, value: Any, ranks: Ranks | None = None) -> list[Any]:
+        """The values that `ranks` (all by default) give, on each of them."""
+        raise NotImplementedError
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Each number added up over all ranks, which have then met."""
+        total = torch.tensor(values, dtype=torch.float64)
+        self._all_reduce(total, None)
+        return total.tolist()
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here."""
+        self.sum([0.0])
+
+    # Sums of tensors.
+
+    def open_group(self, ranks: Ranks) -> None:
+        """Make ready for sums over `ranks`, once; a collective call of all ranks."""
+
+    def all_reduce(self, tensors: Iterable[torch.Tensor], ranks: Ranks | None = None) -> int:
+        """Add up each tensor over `ranks` (all by default), in place; the bytes summed on this rank.
+
+        Every rank gives tensors of the same shapes and gets the same bits.
+        """
+        num_bytes = 0
+        for bucket in buckets([t for t in tensors if t.numel()]):
+            flat = torch.cat([t.reshape(-1) for t in bucket])
+            self._all_reduce(flat, ranks)
+            for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+                tensor.copy_(part.view_as(tensor))
+            num_bytes += flat.nbytes
+        return num_bytes
+
+    def _all_reduce(self, flat: torch.Tensor, ranks: Ranks | None) -> None:
+        raise NotImplementedError
+
+    def broadcast(self, tensor: torch.Tensor, source: int, ranks: Ranks) -> None:
+        """Give all of `ranks` the value of the one named `source`, in place."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Let go of threads."""
+
+
+def buckets(tensors: Sequence[torch.Tensor], limit_bytes: int = BUCKET_BYTES) -> Iterator[list[torch.Tensor]]:
+    """Neighbours of one dtype together, up to `limit_bytes` unless a single tensor has more."""
+    bucket: list[torch.Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if bucket and (tensor.dtype != bucket[0].dtype or size + tensor.nbytes > limit_bytes):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+class StreamTransport(Transport):
+    """Transfers that a device makes by itself, matched by order, on a stream for each link.
+
+    The host only issues them. Both directions of a link share its stream, as they share NCCL's communicator;
+    the one order of all transfers that lowering has made keeps that from being a circle. A message leaves
+    once the compute stream has come to the event behind it. A receive waits for what the compute stream had
+    been given when it was posted, as in the simulator: what was freed by then may be the memory it gets.
+    """
+
+    def __init__(self, device: Device, rank: int, num_ranks: int) -> None:
+        super().__init__(device, rank, num_ranks)
+        self._links: dict[int, Stream] = {}
+        self._under_way: list[Sent] = []
+
+    def _put(self, flat: torch.Tensor, to: int) -> None:
+        """Issue a send on the current stream."""
+        raise NotImplementedError
+
+    def _take(self, flat: torch.Tensor, source: int) -> None:
+        """Issue a receive on the current stream."""
+        raise NotImplementedError
+
+    def open_links(self, schedule: Schedule) -> None:
+        """Exchange a first byte over each link, in order: communicators form then, and not within a step."""
+        for pair in schedule.links:
+            if self.rank not in pair:
+                continue
+            (other,) = set(pair) - {self.rank}
+            if other in self._links:
+                continue
+            stream = self._links[other] = self.device.stream()
+            first = self.device.empty(1)
+            stream.wait(self.device.compute.record())
+            with stream:
+                (self._put if self.rank < other else self._take)(first, other)
+            self.device.compute.wait(stream.record())
+
+    def send(self, op: Op, message: Message, to: int, tag: int, made: Any) -> Sent:
+        link = self._links[to]
+        link.wait(made)
+        sent = Sent(op, link.record(), message.flat)
+        if message.flat.numel():
+            with link:
+                self._put(message.flat, to)
+        sent.end = link.record()
+        self._under_way.append(sent)
+        return sent
+
+    def receive(self, meta: MessageMeta, source: int, tag: int) -> Incoming:
+        link = self._links[source]
+        flat = self.device.empty(meta.offsets[-1])
+        if flat.numel():
+            link.wait(self.device.compute.record())
+            with link:
+                self._take(flat, source)
+        return _OnStream(meta, flat, link.record(), self.device)
+
+    def completed(self) -> list[Sent]:
+        """All sends posted before the operation that has just been issued: the next waits for them.
+
+        So their memory can be let go, and what is held does not grow with the number of micro-batches.
+        """
+        done, self._under_way = self._under_way, []
+        for sent in done:
+            self.device.compute.wait(sent.end)
+        return done
+
+    finish = completed
+
+
+@dataclass(eq=False)
+class _OnStream:
+    """A receive that the compute stream waits for, while the host goes on."""
+
+    meta: MessageMeta
+    flat: torch.Tensor
+    arrived: Any
+    device: Device
+
+    def wait(self) -> list[torch.Tensor]:
+        self.device.compute.wait(self.arrived)
+        return self.meta.unpack(self.flat)
+
+
+class _Distributed(Transport):
+    """What torch.distributed does for values of the host and for sums, over a default process group."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(device, dist.get_rank(), dist.get_world_size())
+        self._groups: dict[Ranks | None, Any] = {None: dist.group.WORLD}
         self._threads: dict[object, ThreadPoolExecutor] = {}
+
+    def tell(self, value: Any, to: int, tag: int) -> None:
+        data = cloudpickle.dumps(value)  # a named tuple may be a notebook cell's own
+        payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        for t in (torch.tensor([payload.numel()]), payload):
+            self._thread("tell", to).submit(_wait_all, [_isend(t, to, _META_TAG + tag)])
+
+    def hear(self, source: int, tag: int) -> Any:
+        size = torch.zeros(1, dtype=torch.int64)
+        _wait_all([_irecv(size, source, _META_TAG + tag)])
+        payload = torch.empty(int(size), dtype=torch.uint8)
+        _wait_all([_irecv(payload, source, _META_TAG + tag)])
+        return pickle.loads(payload.numpy().tobytes())
+
+    def gather(self, value: Any, ranks: Ranks | None = None) -> list[Any]:
+        found: list[Any] = [None] * (self.num_ranks if ranks is None else len(ranks))
+        dist.all_gather_object(found, value, group=self._groups[ranks])
+        return found
+
+    def open_group(self, ranks: Ranks) -> None:
+        if ranks not in self._groups:
+            self._groups[ranks] = dist.new_group(list(ranks))
+
+    def _all_reduce(self, flat: torch.Tensor, ranks: Ranks | None) -> None:
+        dist.all_reduce(flat, group=self._groups[ranks])
+
+    def broadcast(self, tensor: torch.Tensor, source: int, ranks: Ranks) -> None:
+        dist.broadcast(tensor, source, group=self._groups[ranks])
+
+    def close(self) -> None:
+        for thread in self._threads.values():
+            thread.shutdown(wait=False, cancel_futures=True)
+        self._threads.clear()
+
+    def _thread(self, purpose: str, peer: int) -> ThreadPoolExecutor:
+        """A thread for what goes one way between this rank and `peer`, in order."""
+        queue = self._queue_of(purpose, peer)
+        if queue not in self._threads:
+            self._threads[queue] = ThreadPoolExecutor(1, thread_name_prefix=f"link-{queue}")
+        return self._threads[queue]
+
+    def _queue_of(self, purpose: str, peer: int) -> object:
+        return purpose, peer
+
+
+class GlooTransport(_Distributed):
+    """For CPUs, and for GPUs that ranks share (staged through the host).
+
+    `strict` makes one queue of all of a rank's transfers, each meeting its other end before the next
+    begins: the strictest order NCCL may impose, for finding schedules that would hang.
+    """
+
+    def __init__(self, device: Device, *, strict: bool = False) -> None:
+        super().__init__(device)
+        self.strict = strict
+        self.in_any_order = not strict
+        self._staging = device.stream()
         self._watchers: dict[int, SimpleQueue] = {}
-        self._unwatched: list[tuple[int, Sent, list[Any]]] = []
+        self._unwatched: list[tuple[int, Sent, Any]] = []
         self._under_way = 0
         self._arrived: SimpleQueue[Sent] = SimpleQueue()  # sends that are over
 
-    @property
-    def in_any_order(self) -> bool:
-        """Whether a transfer may be posted ahead of one that comes before it in the schedule."""
-        return not self.strict
-
-    def send(self, op: Op, message: Message, to: int, tag: int) -> Sent:
-        sent = Sent(op, self.device.stamp(), message)
+    def send(self, op: Op, message: Message, to: int, tag: int, made: Any) -> Sent:
+        sent = Sent(op, self.device.stamp(), message.flat)
         self._under_way += 1
-        if self.strict or self._staged:
-            self.device.finish()
-            self._thread("send", to).submit(self._send_now, sent, to, tag)
+        if self.device.is_staged:
+            self._staging.wait(made)
+            with self._staging:
+                copy = self.device.copy_out(message.flat)
+            self._thread("send", to).submit(self._send_now, sent, copy, self._staging.record(), to, tag)
+        elif self.strict:
+            self._thread("send", to).submit(self._send_now, sent, message.flat, made, to, tag)
         else:
-            self._unwatched.append((to, sent, [_isend(row, to, tag) for row in message.rows]))
+            works = [_isend(message.flat, to, tag)] if message.flat.numel() else []
+            self._unwatched.append((to, sent, works))
         return sent
 
+    def _send_now(self, sent: Sent, host: torch.Tensor, is_there: Any, to: int, tag: int) -> None:
+        self.device.wait_for(is_there)
+        sent.attempt(lambda: _wait_all([_isend(host, to, tag)] if host.numel() else []))
+        self._arrived.put(sent)
+
     def watch(self) -> None:
-        """Have threads wait for the sends posted since: called when this one is about to wait or has time.
+        """Have threads wait for the sends posted since.
 
         A thread that wakes up takes the interpreter from a computation, so there is one a peer, and it
         does no more than note the time.
@@ -116,18 +364,18 @@ class Links:
             self._arrived.put(sent)
 
     def receive(self, meta: MessageMeta, source: int, tag: int) -> Incoming:
-        host = [m.empty(_HOST) for m in meta.tensors]
+        flat = self.device.host_bytes(meta.offsets[-1])
         if self.strict or self.link_ms:
-            done = self._thread("receive", source).submit(_receive_now, host, source, tag)
-            return _Threaded(done, host, self.link_ms, self.device)
-        return _Direct([_irecv(in_a_row(t), source, tag) for t in host if t.numel()], host, self.device)
+            done = self._thread("receive", source).submit(_receive_now, flat, source, tag)
+            return _Threaded(meta, flat, self.device, done, self.link_ms)
+        works = [_irecv(flat, source, tag)] if flat.numel() else []
+        return _Direct(meta, flat, self.device, works)
 
     def completed(self) -> list[Sent]:
-        """The sends that are done since the last call; raises what went wrong in them."""
+        self.watch()
         return [self._next_arrived() for _ in range(self._arrived.qsize())]
 
     def finish(self) -> list[Sent]:
-        """Wait for all sends that are left."""
         self.watch()
         return [self._next_arrived() for _ in range(self._under_way)]
 
@@ -138,140 +386,99 @@ class Links:
             raise sent.error
         return sent
 
-    def send_meta(self, meta: MessageMeta, to: int, tag: int) -> None:
-        """Tell the receiving end what this and all later messages of the same signature look like."""
-        data = cloudpickle.dumps(meta)  # a named tuple may be a notebook cell's own
-        payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        for t in (torch.tensor([payload.numel()]), payload):
-            self._thread("meta", to).submit(_wait_all, [_isend(t, to, _META_TAG + tag)])
+    def _all_reduce(self, flat: torch.Tensor, ranks: Ranks | None) -> None:
+        host = flat.cpu()
+        super()._all_reduce(host, ranks)
+        flat.copy_(host)
 
-    def receive_meta(self, source: int, tag: int) -> MessageMeta:
-        size = torch.zeros(1, dtype=torch.int64)
-        _wait_all([_irecv(size, source, _META_TAG + tag)])
-        payload = torch.empty(int(size), dtype=torch.uint8)
-        _wait_all([_irecv(payload, source, _META_TAG + tag)])
-        return pickle.loads(payload.numpy().tobytes())
+    def broadcast(self, tensor: torch.Tensor, source: int, ranks: Ranks) -> None:
+        host = tensor.cpu()
+        super().broadcast(host, source, ranks)
+        tensor.copy_(host)
 
     def close(self) -> None:
-        for thread in self._threads.values():
-            thread.shutdown(wait=False, cancel_futures=True)
+        super().close()
         for watcher in self._watchers.values():
             watcher.put(None)
-        self._threads.clear()
         self._watchers.clear()
 
-    def _thread(self, purpose: str, peer: int) -> ThreadPoolExecutor:
-        queue = "all" if self.strict and purpose != "meta" else (purpose, peer)
-        if queue not in self._threads:
-            self._threads[queue] = ThreadPoolExecutor(1, thread_name_prefix=f"link-{queue}")
-        return self._threads[queue]
-
-    def _send_now(self, sent: Sent, to: int, tag: int) -> None:
-        sent.attempt(lambda: _wait_all([_isend(row.cpu(), to, tag) for row in sent.message.rows]))
-        self._arrived.put(sent)
+    def _queue_of(self, purpose: str, peer: int) -> object:
+        return "all" if self.strict and purpose != "tell" else (purpose, peer)
 
 
+@dataclass(eq=False)
 class _Direct:
     """A receive that the computing thread waits for itself."""
 
-    def __init__(self, works: list[Any], tensors: list[torch.Tensor], device: Device) -> None:
-        self._works, self.tensors, self._device = works, tensors, device
+    meta: MessageMeta
+    flat: torch.Tensor
+    device: Device
+    works: list[Any]
 
     def wait(self) -> list[torch.Tensor]:
-        _wait_all(self._works)
-        return self._device.place(self.tensors)
+        _wait_all(self.works)
+        return self.meta.unpack(self.device.place(self.flat))
 
 
+@dataclass(eq=False)
 class _Threaded:
     """A receive whose arrival a thread has timed, so that the message can be held from then on."""
 
-    def __init__(self, done: Future, tensors: list[torch.Tensor], hold_ms: float, device: Device) -> None:
-        self._done, self.tensors, self._hold_ms, self._device = done, tensors, hold_ms, device
+    meta: MessageMeta
+    flat: torch.Tensor
+    device: Device
+    done: Future
+    hold_ms: float
 
     def wait(self) -> list[torch.Tensor]:
-        due = self._done.result() + self._hold_ms
+        due = self.done.result() + self.hold_ms
         time.sleep(max(0.0, due - now_ms()) / 1000.0)
-        return self._device.place(self.tensors)
+        return self.meta.unpack(self.device.place(self.flat))
 
 
-class NcclLinks(Links):
-    """Transfers between GPUs of their own: NCCL, on a communication stream beside the computation.
+class NcclTransport(_Distributed, StreamTransport):
+    """For a GPU a rank. Transfers have a process group of their own; values of the host go over gloo."""
 
-    NCCL ignores tags and matches by order, which lowering makes the same on both ends. Metadata goes
-    over gloo.
-    """
+    def __init__(self, device: Device) -> None:
+        super().__init__(device)
+        self._nccl = dist.new_group(backend="nccl")
 
-    device: CudaDevice
+    @property
+    def link_ms(self) -> float:
+        return 0.0
 
-    def __init__(self, device: Device, *, strict: bool = False, link_ms: float = 0.0) -> None:
-        super().__init__(device, strict=strict, link_ms=link_ms)
-        self._on_stream: list[Sent] = []
+    @link_ms.setter
+    def link_ms(self, value: float) -> None:
+        require(
+            value == 0.0,
+            "a link is held only where the host hands messages over, and NCCL's GPUs do that by themselves",
+            got=f"link_ms={value!r}",
+            where="Pace",
+            remedy='Lab(..., device="cpu"), or link_ms=0',
+        )
 
-    in_any_order = False
+    def _put(self, flat: torch.Tensor, to: int) -> None:
+        self._nccl.send([flat], to, 0).wait()  # holds the stream, not the host
 
-    def send(self, op: Op, message: Message, to: int, tag: int) -> Sent:
-        with self.device.communicating():
-            start = self.device.stamp()
-            for row in message.rows:
-                row.record_stream(self.device.comm_stream)
-                _work(dist.isend(row, to)).wait()  # holds the stream, not the host
-            sent = Sent(op, start, message, end=self.device.stamp())
-        self._on_stream.append(sent)
-        return sent
-
-    def completed(self) -> list[Sent]:
-        return self._take(lambda sent: sent.end.query())
-
-    def finish(self) -> list[Sent]:
-        return self._take(lambda sent: True)  # the end of the step waits for the device
-
-    def _take(self, is_done: Callable[[Sent], bool]) -> list[Sent]:
-        done = [sent for sent in self._on_stream if is_done(sent)]
-        self._on_stream = [sent for sent in self._on_stream if sent not in done]
-        return done
-
-    def receive(self, meta: MessageMeta, source: int, tag: int) -> Incoming:
-        with self.device.communicating():
-            tensors = [m.empty(self.device.torch_device) for m in meta.tensors]
-            for tensor in tensors:
-                _work(dist.irecv(in_a_row(tensor), source)).wait()
-            return _OnStream(tensors, self.device.stamp())
+    def _take(self, flat: torch.Tensor, source: int) -> None:
+        self._nccl.recv([flat], source, 0).wait()
 
 
-class _OnStream:
-    """A receive that the compute stream waits for, while the host goes on."""
-
-    def __init__(self, tensors: list[torch.Tensor], arrived: torch.cuda.Event) -> None:
-        self.tensors, self._arrived = tensors, arrived
-
-    def wait(self) -> list[torch.Tensor]:
-        stream = torch.cuda.current_stream()
-        stream.wait_event(self._arrived)
-        for tensor in self.tensors:
-            tensor.record_stream(stream)
-        return self.tensors
+def open_transport(plan: DevicePlan, device: Device, *, strict: bool = False) -> Transport:
+    """This rank's end, over the default process group; a collective call of all ranks."""
+    return NcclTransport(device) if plan.matches_by_order else GlooTransport(device, strict=strict)
 
 
-def open_links(kind: str, device: Device, *, strict: bool = False) -> Links:
-    """The links for a `DevicePlan` of this kind."""
-    return (NcclLinks if kind == "cuda" else Links)(device, strict=strict)
-
-
-def _work(posted: dist.Work | None) -> dist.Work:
-    assert posted is not None, "this rank belongs to the default group"
-    return posted
-
-
-def _isend(row: torch.Tensor, to: int, tag: int) -> Any:
+def _isend(flat: torch.Tensor, to: int, tag: int) -> Any:
     try:
-        return _group().send([row], to, tag)
+        return _group().send([flat], to, tag)
     except RuntimeError as error:
         raise PeerLost(f"send to rank {to} failed: {error}") from error
 
 
-def _irecv(row: torch.Tensor, source: int, tag: int) -> Any:
+def _irecv(flat: torch.Tensor, source: int, tag: int) -> Any:
     try:
-        return _group().recv([row], source, tag)
+        return _group().recv([flat], source, tag)
     except RuntimeError as error:
         raise PeerLost(f"receive from rank {source} failed: {error}") from error
 
@@ -293,5 +500,5 @@ def _wait_all(works: list[Any]) -> float:
     return now_ms()
 
 
-def _receive_now(tensors: list[torch.Tensor], source: int, tag: int) -> float:
-    return _wait_all([_irecv(in_a_row(t), source, tag) for t in tensors if t.numel()])
+def _receive_now(flat: torch.Tensor, source: int, tag: int) -> float:
+    return _wait_all([_irecv(flat, source, tag)] if flat.numel() else [])

@@ -17,7 +17,7 @@ from ..engine.rank_pipeline import Layer, PipelineSpec, RankPipeline
 from ..engine.saving import load_state as read_state
 from ..engine.saving import save_state as write_state
 from ..engine.stage import Objective
-from ..engine.transport import Links, open_links
+from ..engine.transport import Transport, open_transport
 from ..plan.errors import InputError
 from .worker import RankContext
 
@@ -101,32 +101,32 @@ def load_state(context: RankContext, key: str, folder: str) -> int | InputError:
 
 
 def _build(context: RankContext, spec: PipelineSpec) -> RankPipeline:
-    return RankPipeline(context.rank, spec, _device(context), context.board, context.groups)
+    return RankPipeline(context.rank, spec, _device(context), context.board, _transport(context))
 
 
 def _step(
     context: RankContext, pipeline: RankPipeline, job: StepJob, strict: bool, *, update: bool
 ) -> tuple[RankResult, float, float]:
-    links = _links(context, strict)
-    links.link_ms = 0.0 if job.pace is None else job.pace.link_ms
+    transport = _transport(context, strict)
+    transport.link_ms = 0.0 if job.pace is None else job.pace.link_ms
     with recorded(job.profile, context.scratch) as recording:
         if job.step.gradients:
-            result, loss, norm = pipeline.step(job, links, context.groups, update=update)
+            result, loss, norm = pipeline.step(job, transport, update=update)
         else:
-            (result, loss), norm = pipeline.evaluate(job, links), 0.0
+            (result, loss), norm = pipeline.evaluate(job, transport), 0.0
     result.profile = recording.content
     return result, loss, norm
 
 
 def _device(context: RankContext) -> Device:
     if "device" not in context.state:
-        context.state["device"] = open_device(context.device)
+        context.state["device"] = open_device(context.device_plan, context.rank)
     return context.state["device"]
 
 
-def _links(context: RankContext, strict: bool) -> Links:
-    """This rank's links, made once for each process group."""
-    key = "strict links" if strict else "links"
+def _transport(context: RankContext, strict: bool = False) -> Transport:
+    """This rank's end of the engine's messages, made once for each process group."""
+    key = "strict transport" if strict else "transport"
     if key not in context.groups:
-        context.groups[key] = open_links(context.device_plan.kind, _device(context), strict=strict)
+        context.groups[key] = open_transport(context.device_plan, _device(context), strict=strict)
     return context.groups[key]

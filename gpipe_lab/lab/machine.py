@@ -6,6 +6,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
+from ..engine.device import memory_bytes
 from ..planner.models import Device
 from .lab import Lab
 
@@ -65,9 +66,5 @@ def _measure(context: RankContext) -> tuple[float, float, int]:
             dist.send(message, 0)
         float(message[0])
         message_s.append((time.perf_counter() - start) / 2)
-    if context.device.startswith("cuda"):
-        memory = torch.cuda.get_device_properties(context.device).total_memory
-    else:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (os.cpu_count() or 1)
     tflops = 2 * SIZE**3 / min(product_s[1:]) / 1e12 if context.rank == 0 else 0.0
-    return tflops, MESSAGE_BYTES / min(message_s[1:]) / 1e9, memory
+    return tflops, MESSAGE_BYTES / min(message_s[1:]) / 1e9, memory_bytes(context.device)

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from ..engine.device import DevicePlan
+from ..engine.device import DevicePlan, take_device
 from .board import ASK_STACK, RankBoard, main_thread_stack
 from .failures import Failure
 from .pickling import dumps
@@ -230,19 +230,9 @@ def _pickle_result(rank: int, result: Any) -> bytes:
         raise TypeError(f"{what}: {error}; return tensors or plain values") from error
 
 
-def take_device(context: RankContext) -> None:
-    """A worker's first step: make its device the current one."""
-    if context.device_plan.kind == "cpu":
-        return
-    # A process forked from one with CUDA running cannot use CUDA.
-    assert not torch.cuda.is_initialized(), "CUDA was initialised before the worker took its device"
-    assert not torch.cuda._is_in_bad_fork(), "CUDA was initialised in the forkserver"
-    torch.cuda.set_device(context.device)
-
-
 def join(context: RankContext, store_path: str) -> None:
     """The first job of every worker."""
-    take_device(context)
+    take_device(context.device_plan, context.rank)
     form_group(context, store_path)
 
 

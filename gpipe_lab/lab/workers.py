@@ -204,7 +204,7 @@ def _environment(rank: int, num_ranks: int) -> dict[str, str]:
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     defaults = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     ours = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
-    return {**defaults, **os.environ, **ours, "GLOO_SOCKET_IFNAME": loopback}
+    return {**defaults, **os.environ, **ours, "GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
 
 
 @contextmanager

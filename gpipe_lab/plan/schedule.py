@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import cached_property
+from itertools import pairwise
 
 from .ops import BACKWARD, COMPUTE, Kind, Op, peer  # noqa: F401
 from .walk import Graph, Walk, walk
@@ -76,6 +77,14 @@ class Schedule:
     def kinds(self) -> frozenset[Kind]:
         """The kinds of operation there are: what is not among them need not be looked for."""
         return self.graph.kinds
+
+    @property
+    def links(self) -> tuple[tuple[int, int], ...]:
+        """The pairs of ranks that hold neighbouring stages, in order, the lower rank of each first."""
+        home = self.stage_to_rank
+        pairs = {(min(pair), max(pair)) for pair in pairwise(home) if pair[0] != pair[1]}
+        starts = range(0, self.num_ranks, self.ranks_per_replica)
+        return tuple(sorted((start + low, start + high) for start in starts for low, high in pairs))
 
     @cached_property
     def last_segment(self) -> dict[tuple[int, int], int]:

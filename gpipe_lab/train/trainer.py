@@ -17,7 +17,7 @@ from ..engine.models import VOCABULARY, batch, corpus, gpt, next_token_loss
 from ..engine.rank_pipeline import RankPipeline
 from ..engine.saving import load_state, save_state, saves
 from ..engine.stage import StepContext
-from ..engine.transport import open_links
+from ..engine.transport import open_transport
 from ..lab.run import assemble
 from ..lab.step import Plan, cut, plan_step, read_spec
 from ..plan.ops import Op
@@ -83,10 +83,9 @@ class Trainer:
             max_norm=training.max_norm,
             num_replicas=layout.num_replicas,
         )
-        device = open_device(world.device)
-        self.groups: dict[Any, Any] = {}
-        self.links = open_links(world.device_plan.kind, device)
-        self.pipeline = RankPipeline(world.rank, specs[world.rank], device, board, self.groups)
+        device = open_device(world.device_plan, world.local_rank)
+        self.transport = open_transport(world.device_plan, device)
+        self.pipeline = RankPipeline(world.rank, specs[world.rank], device, board, self.transport)
         self.loss = read_loss(next_token_loss)
 
     def run(self) -> float:
@@ -108,7 +107,7 @@ class Trainer:
                 started_ms, started_at = now_ms(), done
             if config.save.folder and (done % config.save.every == 0 or is_last):
                 self.say(f"step {done}: saved in {save_state(self.pipeline, config.save.folder, done)}")
-        self.links.close()
+        self.transport.close()
         return loss
 
     def step(self, step: int) -> tuple[float, float]:
@@ -117,7 +116,7 @@ class Trainer:
         clock = measure_offset() if is_traced else None
         plan = self.plan(step)
         job = plan.jobs[self.world.rank]
-        result, loss, norm = self.pipeline.step(job, self.links, self.groups, update=True)
+        result, loss, norm = self.pipeline.step(job, self.transport, update=True)
         if clock is not None:
             self.write_trace(clock.shift(result), plan, clock.error_ms, loss)
         return loss, norm

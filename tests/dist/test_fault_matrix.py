@@ -28,7 +28,7 @@ CASES = [
 
 def inject(context, target, fault):
     """Make this worker fail when it comes to `target`, inside the engine's own code."""
-    from gpipe_lab.engine.executor import Executor
+    from gpipe_lab.engine.executor import Step
     from gpipe_lab.engine.mailbox import Mailbox
 
     def wrapped(method):
@@ -39,7 +39,7 @@ def inject(context, target, fault):
 
         return run
 
-    for cls, names in ((Executor, ("_forward", "_recompute", "_backward", "_backward_weight")), (Mailbox, ("send", "post"))):
+    for cls, names in ((Step, ("_forward", "_recompute", "_backward", "_backward_weight")), (Mailbox, ("send", "post"))):
         for name in names:
             setattr(cls, name, wrapped(getattr(cls, name)))
 

@@ -17,7 +17,7 @@ from gpipe_lab.engine.executor import segment_layers
 from gpipe_lab.engine.layer_state import layer_seed
 from gpipe_lab.engine.ledger import Ledger, OutOfMemory
 from gpipe_lab.engine.mailbox import Tracer
-from gpipe_lab.engine.messages import check_agreed, dense, in_a_row, pack
+from gpipe_lab.engine.messages import check_agreed, dense, pack
 from gpipe_lab.engine.stage import Objective, Stage, StepContext
 from gpipe_lab.engine.transport import tag_of
 from gpipe_lab.plan.lowering import lower
@@ -105,12 +105,19 @@ def test_outputs_that_do_not_fit_together_are_refused(parts):
         torch.randn(2, 2, dtype=torch.complex64),
     ],
 )
-def test_a_row_carries_any_tensor(tensor):
-    sent = dense(tensor)
-    received = torch.empty_strided(sent.shape, sent.stride(), dtype=sent.dtype)
-    in_a_row(received).copy_(in_a_row(sent))
-    assert torch.equal(received, tensor)
-    assert in_a_row(sent).is_contiguous() and in_a_row(sent).nbytes == tensor.nbytes
+def test_a_message_is_one_row_of_bytes_for_any_tensors(tensor):
+    one = pack(tensor, needs_gradient=[False], where="")
+    assert one.flat.dtype is torch.uint8 and one.flat.shape == (tensor.nbytes,)
+    (received,) = one.meta.unpack(one.flat)
+    assert torch.equal(received, tensor) and received.stride() == dense(tensor).stride()
+    several = pack((tensor, torch.arange(3, dtype=torch.int16), tensor), needs_gradient=[False] * 3, where="")
+    assert several.meta.num_bytes == 2 * tensor.nbytes + 6
+    parts = several.meta.unpack(several.flat.clone())
+    assert torch.equal(parts[0], tensor) and torch.equal(parts[2], tensor)
+    assert parts[1].tolist() == [0, 1, 2]
+    before = parts[0]._version
+    parts[1].add_(1)  # tensors of one message are modified in place without a word to the others
+    assert parts[0]._version == before
 
 
 def test_a_changed_message_says_which_fields_differ():
