@@ -48,7 +48,7 @@ def play_rank(context: RankContext, schedule: Schedule) -> Received:
             )
         elif op.kind in RECEIVES:
             meta = pack(encoded(op), needs_gradient=[False], where=str(op)).meta
-            incoming[op] = transport.receive(meta, other, tag=0, made=None)
+            incoming[op] = transport.receive(meta, other, tag=0)
         elif op.kind in COMPUTE:
             for needed in dependencies(op, schedule):
                 if needed in incoming:
