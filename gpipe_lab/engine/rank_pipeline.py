@@ -21,6 +21,7 @@ from .layer_state import Snapshot, init_seed
 from .ledger import Ledger
 from .loss import LossFn
 from .mailbox import Board
+from .shared_state import Unchanged
 from .stage import Stage
 from .transport import Transport
 
@@ -36,6 +37,7 @@ class StageSpec:
     first_layer: int
     names: tuple[str, ...]
     layers: tuple[Layer, ...]
+    shared: tuple[Any, ...] = ()  # what layers here share with other stages, weights apart
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,7 @@ class RankPipeline:
         self.device = device
         self.ledger = Ledger(rank, limit_bytes=spec.limit_bytes)
         device.limit_memory(spec.limit_bytes)
+        self.unchanged: list[Unchanged] = []
         self.stages = {s.index: self._build(s) for s in spec.stages}
         self.names = {s.index: s.names for s in spec.stages}
         join_locally(spec.ties, rank, dict(self._layers()))
@@ -125,6 +128,7 @@ class RankPipeline:
                 )
                 layer = built
             layers.append(layer)
+        self.unchanged.append(Unchanged(spec.shared, layers))
         return Stage(spec.index, layers, spec.first_layer, self.device, self.ledger)
 
     def _named(self, of: Callable[[nn.Module], Iterable[tuple[str, Any]]]) -> Iterable[tuple[str, Any]]:
@@ -146,9 +150,7 @@ class RankPipeline:
         if self._gradients_are_used:
             self.zero_grad()
         self.gradients.begin()
-        step = self.executor.prepare(job, transport)
-        transport.barrier()
-        result = step.run()
+        result = self._run(job, transport)
         for index, stage in self.stages.items():
             result.unsplit[index] = tuple(n for n, p in self.parameters.items() if p in stage.unsplit)
         self._reduce(transport, result)
@@ -160,6 +162,16 @@ class RankPipeline:
         if update:
             result.events.append(self._update(squared_norm**0.5))
         return result, loss, squared_norm**0.5
+
+    def _run(self, job: StepJob, transport: Transport) -> RankResult:
+        step = self.executor.prepare(job, transport)
+        for shared in self.unchanged:
+            shared.begin()
+        transport.barrier()
+        result = step.run()
+        for shared in self.unchanged:
+            shared.check()
+        return result
 
     def _reduce(self, transport: Transport, result: RankResult) -> None:
         """Finish this step's gradients: summed over replicas, then over the uses of tied weights.
@@ -231,9 +243,7 @@ class RankPipeline:
 
     def evaluate(self, job: StepJob, transport: Transport) -> tuple[RankResult, float]:
         """A forward-only step without gradients; the result and the loss of the batch (0 without targets)."""
-        step = self.executor.prepare(job, transport)
-        transport.barrier()
-        result = step.run()
+        result = self._run(job, transport)
         scales = job.scales or (0.0,) * len(job.sizes)
         (loss,) = transport.sum([sum(scales[m] * loss for m, loss in result.losses.items())])
         return result, loss

@@ -381,7 +381,8 @@ class Pipeline:
                 "remedy: pipe.load_state_dict(saved_state), or make the pipeline anew"
             )
         args = args_by_rank if args_by_rank is not None else [()] * self.lab.num_ranks
-        return self.lab.call(function, [(self._key, *rest) for rest in args], generation=self._generation)
+        with as_input_errors():
+            return self.lab.call(function, [(self._key, *rest) for rest in args], generation=self._generation)
 
     def _ask(self, method: str, *args: Any) -> list[Any]:
         return self._call(jobs.ask, [(method, *args)] * self.lab.num_ranks)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from ..engine.batch import Tree, batch_size, microbatch_sizes, signature, split
 from ..engine.executor import StepJob
@@ -20,6 +21,7 @@ from ..engine.gradients import Tie
 from ..engine.loss import LossFn, LossRule, read_loss
 from ..engine.pace import Pace
 from ..engine.rank_pipeline import Layer, PipelineSpec, StageSpec
+from ..engine.shared_state import shared_between
 from ..engine.stage import StepContext
 from ..plan.errors import InputError, is_count, require, require_count
 from ..plan.lowering import lower
@@ -54,7 +56,11 @@ def named_layers(model: Any) -> tuple[tuple[str, ...], tuple[Layer, ...]]:
     is_sequential = isinstance(model, nn.Sequential)
     is_list = isinstance(model, list | tuple | nn.ModuleList) and all(callable(layer) for layer in model)
     has_own_call = is_sequential and (
-        type(model).forward is not nn.Sequential.forward or model._forward_hooks or model._forward_pre_hooks
+        type(model).forward is not nn.Sequential.forward
+        or model._forward_hooks
+        or model._forward_pre_hooks
+        or model._backward_hooks
+        or model._backward_pre_hooks
     )
     require(
         not has_own_call,
@@ -99,6 +105,21 @@ def _require_usable(name: str, layer: Layer) -> None:
             where=f"layer {name!r}",
             remedy="a function that builds it there: lambda: parametrizations.weight_norm(nn.Linear(4, 4))",
         )
+        for own, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+            require(
+                not tensor.is_meta,
+                "a layer's weights have values",
+                got=f"{own} on the meta device",
+                where=f"layer {name!r}",
+                remedy="a function that builds the layer where it is to live: lambda: nn.Linear(4, 4)",
+            )
+            require(
+                not (tensor._backward_hooks or tensor._post_accumulate_grad_hooks),
+                "a layer travels to its worker by pickling, which drops the hooks of tensors",
+                got=f"{own} with a hook",
+                where=f"layer {name!r}",
+                remedy="a function that builds the layer and registers the hook there",
+            )
         return
     try:
         inspect.signature(layer).bind()
@@ -116,8 +137,8 @@ def _require_usable(name: str, layer: Layer) -> None:
 def cut(model: Any, num_stages: int, partition: Partition = "uniform") -> tuple[StageSpec, ...]:
     """The stages of a model: "uniform", or the number of layers of each stage.
 
-    Raises `InputError` for fewer layers than stages, sizes that do not add up, or running statistics that
-    two stages share.
+    Raises `InputError` for fewer layers than stages, sizes that do not add up, or running statistics or a
+    dict, list or the like that two stages share.
     """
     names, layers = named_layers(model)
     spans = _spans(len(layers), num_stages, partition)
@@ -126,7 +147,8 @@ def cut(model: Any, num_stages: int, partition: Partition = "uniform") -> tuple[
         for index, span in enumerate(spans)
     )
     _require_own_statistics(stages)
-    return stages
+    shared = shared_between([stage.layers for stage in stages])
+    return tuple(replace(stage, shared=own) for stage, own in zip(stages, shared, strict=True))
 
 
 def _require_own_statistics(stages: Sequence[StageSpec]) -> None:
@@ -135,7 +157,10 @@ def _require_own_statistics(stages: Sequence[StageSpec]) -> None:
     for stage in stages:
         for name, layer in zip(stage.names, stage.layers, strict=True):
             for module in layer.modules() if isinstance(layer, nn.Module) else ():
-                moves = isinstance(module, _NormBase) and module.track_running_stats and module.training
+                is_norm = isinstance(module, _NormBase) and module.track_running_stats
+                hooks = module._forward_pre_hooks.values()
+                is_spectral = any(isinstance(hook, SpectralNorm) for hook in hooks)
+                moves = module.training and (is_norm or is_spectral)
                 require(
                     not moves or owner.setdefault(module, stage.index) == stage.index,
                     "a layer with running statistics is on one stage: each of two ranks would keep its own",

@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import functools
 import math
 import random
 import sys
@@ -305,3 +306,128 @@ def test_sparse_gradients_are_refused(lab_of):
     ids, (_, y) = torch.arange(8) % 5, batch()
     with pytest.raises(gl.RankFailed, match="sparse=False"):
         lab_of(2).run(gl.gpipe(2, M), model, ids, y, loss_fn=F.mse_loss)
+
+
+class Skips:
+    """What a stash and pop model passes activations by, outside its layers' outputs."""
+
+    def __init__(self):
+        self.kept = {}
+        self.calls = 0
+
+
+class Stash(nn.Linear):
+    def __init__(self, skips):
+        super().__init__(4, 4)
+        self.skips = skips
+
+    def forward(self, x):
+        self.skips.kept["x"] = x
+        return super().forward(x)
+
+
+class Pop(Stash):
+    def forward(self, x):
+        return nn.Linear.forward(self, x) + self.skips.kept.pop("x", 0)
+
+
+class Configured(Stash):
+    def forward(self, x):
+        return nn.Linear.forward(self, x) * self.skips.kept["scale"]
+
+
+class Drawing(nn.Linear):
+    def __init__(self, generator):
+        super().__init__(4, 4)
+        self.generator = generator
+
+    def forward(self, x):
+        return super().forward(x + torch.rand(x.shape, generator=self.generator))
+
+
+class CountingBuffer(nn.Linear):
+    def __init__(self, count):
+        super().__init__(4, 4)
+        self.register_buffer("count", count)
+
+    def forward(self, x):
+        if self.training:
+            self.count += 1
+        return super().forward(x)
+
+
+def by_hook():
+    kept = {}
+    first, last = nn.Linear(4, 4), nn.Linear(4, 4)
+    first.register_forward_hook(lambda module, inputs, output: kept.update(x=output))
+    last.register_forward_hook(lambda module, inputs, output: output + kept.get("x", 0))
+    return [first, last]
+
+
+def shared_by(kinds, make):
+    shared = make()
+    return [kind(shared) for kind in kinds]
+
+
+CHANGING = {
+    "an object": lambda: shared_by([Stash, Pop], Skips),
+    "an object that functions take along": lambda: shared_by(
+        [functools.partial(functools.partial, kind) for kind in (Stash, Pop)], Skips
+    ),
+    "hooks": by_hook,
+    "a generator": lambda: shared_by([Drawing] * 2, torch.Generator),
+    "a buffer": lambda: shared_by([CountingBuffer] * 2, lambda: torch.zeros(1)),
+    "one layer": lambda: [Stash(Skips())] * 2,
+}
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_what_stages_share_and_a_forward_changes_is_refused(lab_of, name):
+    x = torch.randn(4, 4)
+    for num_stages in (2, 1):
+        lab = lab_of(num_stages)
+        pipe = lab.pipeline(CHANGING[name](), loss_fn=F.mse_loss)
+        step = functools.partial(pipe.step, gl.gpipe(num_stages, 2), x, x, update=False)
+        if num_stages == 1:
+            step()
+            continue
+        with pytest.raises(gl.InputError, match="each rank changes its own copy"):
+            step()
+        with pytest.raises(gl.InputError, match="each rank changes its own copy"):
+            lab.run(gl.gpipe(2, 2), CHANGING[name](), x, x, loss_fn=F.mse_loss, warmup=False)
+
+
+def test_what_stages_share_and_nobody_changes_is_as_in_one_process(lab_of):
+    skips = Skips()
+    skips.kept["scale"] = 0.5
+    mask = torch.ones(1)
+    model = nn.Sequential(Configured(skips), CountingBuffer(mask), Configured(skips), CountingBuffer(mask)).eval()
+    x = torch.randn(4, 4)
+    model[1].kept = skips
+    pipe = lab_of(2).pipeline(model, loss_fn=F.mse_loss)
+    F.mse_loss(model(x), x).backward()
+    for _ in range(2):
+        pipe.zero_grad()
+        pipe.step(gl.gpipe(2, 2), x, x, update=False)
+        pipe.load_state_dict(pipe.state_dict())  # changes buffers, and that is right
+        gradients = pipe.gradients()
+        for key, parameter in model.named_parameters():
+            assert torch.allclose(gradients[key], parameter.grad, rtol=1e-5, atol=1e-7), key
+
+
+def doubled_gradient():
+    layer = nn.Linear(4, 4)
+    layer.weight.register_hook(lambda gradient: 2 * gradient)
+    return layer
+
+
+def test_hooks_that_a_function_registers_are_kept(lab_of):
+    x = torch.randn(6, 4)
+    for make in (gl.gpipe, gl.zero_bubble_h1):
+        runs = [
+            lab_of(2).run(make(2, 3), [first, functools.partial(nn.Linear, 4, 4)], x, x, loss_fn=F.mse_loss, warmup=False)
+            for first in (functools.partial(nn.Linear, 4, 4), doubled_gradient)
+        ]
+        plain, hooked = (run.gradients() for run in runs)
+        assert torch.allclose(hooked["0.weight"], 2 * plain["0.weight"], rtol=1e-6)
+        assert torch.equal(hooked["0.bias"], plain["0.bias"])

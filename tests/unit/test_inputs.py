@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections import UserDict
+from collections import UserDict, deque
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -79,6 +79,24 @@ def summed(output, target, reduction):
     return F.mse_loss(output, target, reduction=reduction)
 
 
+def hooked_backward():
+    model = nn.Sequential(nn.Linear(4, 4))
+    model.register_full_backward_hook(lambda module, grads, others: None)
+    return model
+
+
+def with_hook(register):
+    layer = nn.Linear(4, 4)
+    getattr(layer.weight, register)(lambda tensor: None)
+    return [layer]
+
+
+class Keeping(nn.Linear):
+    def __init__(self, kept):
+        super().__init__(4, 4)
+        self.kept = kept
+
+
 class LossWithWeights(nn.Linear):
     def forward(self, output, target):
         return super().forward(output - target).square().mean()
@@ -139,6 +157,12 @@ BAD = {
     "a loss derived from torch's": lambda: read_loss(Reshaping()),
     "sequential with a forward of its own": lambda: cut(OwnForward(nn.Linear(4, 4)), 1),
     "sequential with a hook": lambda: cut(hooked(), 1),
+    "sequential with a backward hook": lambda: cut(hooked_backward(), 1),
+    "weights with a hook": lambda: cut(with_hook("register_hook"), 1),
+    "weights with a hook for when they have gradients": lambda: cut(
+        with_hook("register_post_accumulate_grad_hook"), 1
+    ),
+    "weights without values": lambda: cut([nn.Linear(4, 4, device="meta")], 1),
     "a function for a layer": lambda: cut([nn.Linear(4, 4), lambda x: x], 1),
     "a class that needs arguments for a layer": lambda: cut([nn.Linear], 1),
     "lazy layer": lambda: cut([nn.LazyLinear(4)], 1),
@@ -234,3 +258,28 @@ def test_a_square_as_long_as_the_batch_is_warned_of(mask):
         prepare(gl.gpipe(4, 4), inputs=mask.float())  # the only tensor has the rows
         prepare(gl.gpipe(4, 4), inputs=(X, mask.long()))  # ids, say
         prepare(gl.gpipe(4, 1), inputs=(X, mask))  # nothing is cut
+
+
+@pytest.mark.parametrize("make", [dict, list, set, deque, bytearray, lambda: ({},), lambda: {"inner": []}])
+def test_a_container_that_two_stages_share_is_refused(make):
+    kept = make()
+    with pytest.raises(gl.InputError, match="share nothing that can be changed") as caught:
+        cut([Keeping(kept), nn.Tanh(), Keeping(kept)], 3)
+    assert "of stage 0" in caught.value.got and "of stage 2" in caught.value.got
+    cut([Keeping(kept), Keeping(kept), nn.Tanh()], 2)  # on one stage it is one object
+    cut([Keeping(make()), Keeping(make())], 2)
+
+
+def test_what_cannot_be_changed_or_has_always_been_shared_is_not_refused():
+    conv = nn.Conv2d(3, 3, 3, padding="same")  # has a list of its own
+    layer = Keeping([])
+    for layers in (
+        [Keeping((1, "a")), Keeping((1, "a"))],
+        [conv, conv],
+        [layer, layer],
+        [Keeping(print)] * 2,
+    ):
+        cut(layers, 2)
+    with pytest.raises(gl.InputError, match="running statistics"):
+        cut([nn.utils.spectral_norm(nn.Linear(4, 4))] * 2, 2)
+    cut([nn.utils.spectral_norm(nn.Linear(4, 4)).eval()] * 2, 2)
