@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 
 from .errors import is_count, require
-from .ops import TRANSFERS, Kind, Op, peer
-from .schedule import Schedule, dependencies, send_of, sent
+from .ops import RECEIVES, TRANSFERS, Kind, Op, peer, sent
+from .schedule import Schedule, dependencies, send_of
 from .simulate import Costs, OpCosts, Times
 from .validate import validate
+from .walk import Graph
 
 
 def lower(schedule: Schedule, *, hoist: int = 2, costs: OpCosts | None = None) -> Schedule:
@@ -40,39 +42,41 @@ def lower(schedule: Schedule, *, hoist: int = 2, costs: OpCosts | None = None) -
         where="lower",
         remedy="lower the schedule that was authored",
     )
-    graph, walked = schedule.graph, schedule.walked
+    graph = schedule.graph
     _, ends = Times(schedule, Costs() if costs is None else costs).columns
-    transfers: list[list[Transfer]] = [[] for _ in schedule.ops]
-    for number in sorted(walked.order, key=ends.__getitem__):  # ties: as in the walk
-        if number in graph.takers:
-            rank, taker = graph.ranks[number], graph.takers[number]
-            other = graph.ranks[taker]
-            send, after = sent(graph.ops[number]), number + 1 - graph.rows[rank].start
-            needed_at = taker - graph.rows[other].start
-            transfers[rank].append((send, after, after))
-            transfers[other].append((peer(send), max(0, needed_at - hoist), needed_at))
-    rows = zip(schedule.ops, transfers, strict=True)
-    return replace(schedule, ops=tuple(_merge(row, own) for row, own in rows))
+    ranks, takers = graph.ranks, graph.takers
+    transfers: list[list[Op]] = [[] for _ in graph.rows]
+    followers: list[list[int]] = [
+        [] for _ in graph.rows
+    ]  # what comes after a send, or needs what is received
+    for number in sorted(schedule.walked.order, key=ends.__getitem__):  # ties: as in the walk
+        if number in takers:
+            rank, taker = ranks[number], takers[number]
+            send = sent(graph.ops[number])
+            transfers[rank].append(send)
+            followers[rank].append(number + 1)
+            transfers[ranks[taker]].append(peer(send))
+            followers[ranks[taker]].append(taker)
+    rows = zip(graph.rows, transfers, followers, strict=True)
+    return replace(schedule, ops=tuple(_merge(graph, *row, hoist) for row in rows))
 
 
-Transfer = tuple[Op, int, int]  # and the first and the last computation in front of which it may stand
+def _merge(graph: Graph, row: range, transfers: list[Op], followers: list[int], hoist: int) -> tuple[Op, ...]:
+    """One rank's computations with its transfers between them: each as early as may be, in their order.
 
-
-def _merge(row: tuple[Op, ...], transfers: list[Transfer]) -> tuple[Op, ...]:
-    """One rank's computations with its transfers between them: each as early as may be, in their order."""
-    deadline = len(row)
-    slots = []
-    for _, first, last in reversed(transfers):
-        deadline = min(last, deadline)
-        slots.append(min(first, deadline))
+    A transfer stands in front of its follower, a receive by up to `hoist` computations earlier.
+    """
+    latest = reversed(list(accumulate(reversed(followers), min)))
     merged: list[Op] = []
-    at = 0
-    for (op, _, _), slot in zip(transfers, reversed(slots), strict=True):
+    at = row.start
+    for transfer, follower, last in zip(transfers, followers, latest, strict=True):
+        first = follower - hoist if transfer.kind in RECEIVES else follower
+        slot = first if first < last else last
         if slot > at:
-            merged += row[at:slot]
+            merged += graph.ops[at:slot]
             at = slot
-        merged.append(op)
-    return (*merged, *row[at:])
+        merged.append(transfer)
+    return (*merged, *graph.ops[at : row.stop])
 
 
 def as_written(schedule: Schedule) -> Schedule:

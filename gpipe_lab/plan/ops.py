@@ -25,25 +25,27 @@ class Kind(Enum):
     __hash__ = object.__hash__  # members are unique, and Enum's own hash is a slow Python function
 
 
+F, B, I, W, R, SEND_F, RECV_F, SEND_B, RECV_B, REDUCE, STEP = Kind  # noqa: E741  short, and found sooner
+
 WORDS = {
-    Kind.F: "forward",
-    Kind.B: "full backward",
-    Kind.I: "backward for the input",
-    Kind.W: "backward for the weights",
-    Kind.R: "recompute",
-    Kind.SEND_F: "sending the output",
-    Kind.RECV_F: "receiving the input",
-    Kind.SEND_B: "sending the gradient",
-    Kind.RECV_B: "receiving the gradient",
-    Kind.REDUCE: "reducing the gradients",
-    Kind.STEP: "optimizer step",
+    F: "forward",
+    B: "full backward",
+    I: "backward for the input",
+    W: "backward for the weights",
+    R: "recompute",
+    SEND_F: "sending the output",
+    RECV_F: "receiving the input",
+    SEND_B: "sending the gradient",
+    RECV_B: "receiving the gradient",
+    REDUCE: "reducing the gradients",
+    STEP: "optimizer step",
 }
-COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.R})
-BACKWARD = frozenset({Kind.B, Kind.I, Kind.W})
-SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
-RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
+COMPUTE = frozenset({F, B, I, W, R})
+BACKWARD = frozenset({B, I, W})
+SENDS = frozenset({SEND_F, SEND_B})
+RECEIVES = frozenset({RECV_F, RECV_B})
 TRANSFERS = SENDS | RECEIVES
-ONCE_A_STEP = frozenset({Kind.REDUCE, Kind.STEP})
+ONCE_A_STEP = frozenset({REDUCE, STEP})
 
 _PATTERN = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE|STEP|[FBIWR])(\d+)(?:\.(\d+))?")
 
@@ -78,6 +80,11 @@ class Op(NamedTuple):
         return cls(Kind(kind), int(stage), int(microbatch), int(segment or 0))
 
 
+def sent(op: Op) -> Op:
+    """The send that takes the result of a forward to the next stage, or of a backward to the one before."""
+    return Op(SEND_F if op.kind is F else SEND_B, op.stage, op.microbatch)
+
+
 def peer(op: Op) -> Op:
     """The other end of a transfer."""
     if op.kind not in _OTHER_END:
@@ -86,9 +93,4 @@ def peer(op: Op) -> Op:
     return Op(kind, op.stage + step, op.microbatch)
 
 
-_OTHER_END = {
-    Kind.SEND_F: (Kind.RECV_F, 1),
-    Kind.RECV_F: (Kind.SEND_F, -1),
-    Kind.SEND_B: (Kind.RECV_B, -1),
-    Kind.RECV_B: (Kind.SEND_B, 1),
-}
+_OTHER_END = {SEND_F: (RECV_F, 1), RECV_F: (SEND_F, -1), SEND_B: (RECV_B, -1), RECV_B: (SEND_B, 1)}

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import pairwise
 
-from .ops import BACKWARD, COMPUTE, Kind, Op, peer  # noqa: F401
+from .ops import BACKWARD, COMPUTE, B, F, I, Kind, Op, peer, sent  # noqa: F401
 from .walk import Graph, Walk, walk
 
 
@@ -90,8 +90,8 @@ class Schedule:
     def last_segment(self) -> dict[tuple[int, int], int]:
         """(stage, micro-batch) -> the highest segment its backward has, the one that runs first, unless 0."""
         graph = self.graph
-        found = sorted((segment, stage) for kind, stage, segment in graph.at if kind is Kind.B and segment)
-        return {(stage, m): segment for segment, stage in found for m in graph.row(Kind.B, stage, segment)}
+        found = sorted((segment, stage) for kind, stage, segment in graph.at if kind is B and segment)
+        return {(stage, m): segment for segment, stage in found for m in graph.row(B, stage, segment)}
 
     @cached_property
     def trains(self) -> bool:
@@ -146,17 +146,12 @@ def dependencies(op: Op, schedule: Schedule) -> tuple[Op, ...]:
     return tuple(schedule.graph.ops[number] for number in schedule.graph.needed(op))
 
 
-def sent(op: Op) -> Op:
-    """The send that takes the result of a forward to the next stage, or of a backward to the one before."""
-    return Op(Kind.SEND_F if op.kind is Kind.F else Kind.SEND_B, op.stage, op.microbatch)
-
-
 def send_of(op: Op, schedule: Schedule) -> Op | None:
     """The send that takes the result of `op` to another rank, or None where no other rank needs it."""
     kind, stage, _, segment = op
-    if kind is Kind.F:
+    if kind is F:
         to = stage + 1
-    elif kind in (Kind.B, Kind.I) and segment == 0:
+    elif kind in (B, I) and segment == 0:
         to = stage - 1
     else:
         return None

@@ -11,8 +11,8 @@ from operator import itemgetter
 from typing import Protocol
 
 from .errors import require
-from .ops import COMPUTE, SENDS, Kind, Op, peer
-from .schedule import Schedule, sent
+from .ops import COMPUTE, SENDS, Kind, Op, peer, sent
+from .schedule import Schedule
 from .trace import COMM_LANE, COMPUTE_LANE, SIMULATED, Event, Row, Trace
 from .validate import validate
 
@@ -163,13 +163,11 @@ class Times:
     @cached_property
     def rows(self) -> tuple[Row, ...]:
         """The computations of every rank, in the order they run."""
-        graph, (starts, ends) = self.schedule.graph, self.columns
-        rows = []
-        for numbers in graph.rows:
-            computed = [number for number in numbers if graph.ops[number].kind in COMPUTE]
-            kinds = [graph.ops[number].kind for number in computed]
-            rows.append(Row(kinds, [starts[n] for n in computed], [ends[n] for n in computed]))
-        return tuple(rows)
+        starts, ends = self.columns
+        return tuple(
+            Row(kinds, [starts[n] for n in numbers], [ends[n] for n in numbers])
+            for kinds, numbers in self.schedule.graph.computed
+        )
 
     @cached_property
     def events(self) -> tuple[Event, ...]:

@@ -137,7 +137,7 @@ def _check_places(schedule: Schedule) -> None:
                     where=f"rank {rank}",
                     remedy=f"move {op} to rank {home}",
                 )
-    if sum(map(len, schedule.ops)) == len(schedule.rank_of):
+    if sum(map(len, schedule.graph.at.values())) == len(schedule.graph.ops):
         return
     counts = Counter(op for ops in schedule.ops for op in ops)
     op, count = next((op, count) for op, count in counts.items() if count > 1)
@@ -152,17 +152,20 @@ def _check_places(schedule: Schedule) -> None:
 
 
 def _check_complete(schedule: Schedule) -> None:
-    found: dict[tuple[int, int], list[tuple[Kind, int]]] = defaultdict(list)
-    for kind, stage, microbatch, segment in schedule.rank_of:
+    rows: dict[int, dict[tuple[Kind, int], dict[int, int]]] = defaultdict(dict)
+    for (kind, stage, segment), row in schedule.graph.at.items():
         if kind in COMPUTE:
-            found[stage, microbatch].append((kind, segment))
-    passed: set[tuple] = set()  # what is there of a micro-batch; the same on another stage passes too
+            rows[stage][kind, segment] = row
+    num_microbatches = schedule.num_microbatches
     for stage in range(schedule.num_stages):
-        for m in range(schedule.num_microbatches):
-            pattern = tuple(found[stage, m])
-            if pattern not in passed:
-                _check_microbatch(schedule, stage, m, [Op(kind, stage, m, s) for kind, s in pattern])
-                passed.add(pattern)
+        same = all(len(row) == num_microbatches for row in rows[stage].values())
+        patterns: dict[
+            tuple[tuple[Kind, int], ...], int
+        ] = {}  # what is there of the first micro-batch with it
+        for m in range(1 if same else num_microbatches):
+            patterns.setdefault(tuple(part for part, row in rows[stage].items() if m in row), m)
+        for pattern, m in patterns.items():
+            _check_microbatch(schedule, stage, m, [Op(kind, stage, m, s) for kind, s in pattern])
     if schedule.kinds & TRANSFERS:
         _check_transfers(schedule)
     for op, rank in schedule.rank_of.items() if schedule.kinds & ONCE_A_STEP else ():

@@ -14,13 +14,29 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from .ops import ONCE_A_STEP, RECEIVES, SENDS, TRANSFERS, Kind, Op
+from .ops import (
+    COMPUTE,
+    ONCE_A_STEP,
+    RECEIVES,
+    RECV_B,
+    RECV_F,
+    REDUCE,
+    SEND_B,
+    SEND_F,
+    SENDS,
+    STEP,
+    TRANSFERS,
+    B,
+    F,
+    I,
+    Kind,
+    Op,
+    R,
+    W,
+)
 
 if TYPE_CHECKING:
     from .schedule import Schedule
-
-# Python 3.11 finds a name of a module sooner than one of an enum, and these are asked for every operation.
-F, B, I, W, R, SEND_F, RECV_F, SEND_B, RECV_B, REDUCE, STEP = Kind  # noqa: E741
 
 NONE = -1  # the number of no operation
 
@@ -160,6 +176,12 @@ class Graph:
         """The results that leave their rank, each with the first operation that awaits it there."""
         held_up = [(needed, number) for number, needed in enumerate(self.awaits) if needed != NONE]
         return dict(reversed(held_up))
+
+    @cached_property
+    def computed(self) -> list[tuple[list[Kind], list[int]]]:
+        """The computations of every rank: their kinds and their numbers."""
+        numbers = [[number for number in row if self.ops[number].kind in COMPUTE] for row in self.rows]
+        return [([self.ops[number].kind for number in row], row) for row in numbers]
 
     @cached_property
     def posted_after(self) -> list[int]:
