@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..plan.errors import InputError, require
 from .rank_pipeline import RankPipeline
+from .transport import Transport
 
 State = dict[str, Any]
 Ties = tuple[tuple[str, ...], ...]  # the names of each tied weight
@@ -33,7 +33,7 @@ _PREFIX = "save-"
 _UNFINISHED = ".part"
 
 
-def save_state(pipeline: RankPipeline, folder: str | Path, steps: int) -> Path:
+def save_state(pipeline: RankPipeline, transport: Transport, folder: str | Path, steps: int) -> Path:
     """Write the state after `steps` steps; the save. All ranks call this together.
 
     Raises `RuntimeError` on every rank where one cannot write; the previous save is then still there.
@@ -41,19 +41,16 @@ def save_state(pipeline: RankPipeline, folder: str | Path, steps: int) -> Path:
     from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
-    name = [_next_save(Path(folder)) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(name, device=torch.device("cpu"))
-    assert name[0] is not None
-    save = Path(folder) / name[0]
+    save = Path(folder) / transport.gather(_next_save(Path(folder)) if transport.rank == 0 else "")[0]
     unfinished = save.with_name(save.name + _UNFINISHED)
     try:
         dcp.save(_state_of(pipeline, steps), checkpoint_id=unfinished)
     except CheckpointException as error:
         reasons = "; ".join(f"rank {rank}: {what[0]}" for rank, what in error.failures.items())
         raise RuntimeError(f"the state could not be saved in {folder}: {reasons}") from error
-    if dist.get_rank() == 0:
+    if transport.rank == 0:
         _put_in_place(unfinished, save)
-    dist.all_reduce(torch.zeros(1))  # nobody goes on before the save counts
+    transport.barrier()  # nobody goes on before the save counts
     return save
 
 
@@ -88,7 +85,7 @@ def _state_of(pipeline: RankPipeline, steps: int) -> State:
     return state
 
 
-def load_state(pipeline: RankPipeline, folder: str | Path) -> int:
+def load_state(pipeline: RankPipeline, transport: Transport, folder: str | Path) -> int:
     """Take on what a state folder has for the stages here; the number of steps that led to it.
 
     Weights, optimizer, learning rates and gradients not yet used are set; what was saved without an
@@ -116,7 +113,11 @@ def load_state(pipeline: RankPipeline, folder: str | Path) -> int:
             optimizer = _optimizer_state(pipeline.optimizer, names, homes, states, save)
     except InputError as error:
         refused = error
-    whole = _agreed(refused, pipeline.shapes())
+    parts = transport.gather((refused, pipeline.shapes()))
+    for complaint, _ in parts:
+        if complaint is not None:
+            raise complaint
+    whole = {name: shape for _, shapes in parts for name, shape in shapes.items()}
     given = saved_shapes(save)
     found = {name: given[saved_name(name)] for name in whole if saved_name(name) in given}
     require_fitting({name: shape for name, shape in given.items() if name not in whole} | found, whole, save)
@@ -203,16 +204,6 @@ def _read(save: Path, keys: set[str]) -> State:
     planner = _EmptyStateDictLoadPlanner(keys=keys)
     _load_state_dict(found, storage_reader=FileSystemReader(save), planner=planner, no_dist=True)
     return found
-
-
-def _agreed(refused: InputError | None, shapes: Shapes) -> Shapes:
-    """The shapes of the whole model, from all ranks; raises what one of them has refused."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (refused, shapes))
-    for error, _ in found:
-        if error is not None:
-            raise error
-    return {name: shape for _, part in found for name, shape in part.items()}
 
 
 def _saved_name(name: str, ties: Ties) -> str:

@@ -89,13 +89,13 @@ def gradients(context: RankContext, key: str) -> dict[str, torch.Tensor]:
 
 
 def save_state(context: RankContext, key: str, folder: str, steps: int) -> str:
-    return str(write_state(context.state[key], folder, steps))
+    return str(write_state(context.state[key], _transport(context), folder, steps))
 
 
 def load_state(context: RankContext, key: str, folder: str) -> int | InputError:
     """The steps behind the state, or why it does not fit: the pipeline then keeps what it has."""
     try:
-        return read_state(context.state[key], folder)
+        return read_state(context.state[key], _transport(context), folder)
     except InputError as refused:
         return refused
 

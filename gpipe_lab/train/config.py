@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ..plan.errors import is_count, require
 from ..plan.recompute import parse_mode
@@ -15,24 +15,61 @@ from ..plan.schedule import Schedule
 from ..plan.schedules import SCHEDULES
 
 PRECISIONS = ("float32", "bfloat16", "float64")  # bfloat16: autocast, with weights and gradients in float32
-Section = TypeVar("Section")
+
+
+def _field(default: Any, what: str, fits: Callable[[Any], bool]) -> Any:
+    return field(default=default, metadata={"what": what, "fits": fits})
+
+
+def count(default: int, least: int = 1) -> Any:
+    return _field(default, f"a whole number of at least {least}", lambda value: is_count(value, least))
+
+
+def number(default: float, least: float = 0.0, most: float = math.inf) -> Any:
+    def fits(value: Any) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+
+    return _field(default, f"a number from {least:g} to {most:g}", fits)
+
+
+def text(default: str, known: Sequence[str] | None = None) -> Any:
+    what = "text" if known is None else f"one of {', '.join(known)}"
+    return _field(default, what, lambda value: isinstance(value, str) and (known is None or value in known))
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineConfig:
-    """How the work is laid out; num_ranks 0 is all processes there are, shared by the replicas."""
-
-    schedule: str = "one_f_one_b"
-    num_ranks: int = 0
-    num_replicas: int = 1
-    num_microbatches: int = 4
-    checkpoint: str = "never"
-    device: str = "auto"
+class Section:
+    """A table of the file. Raises `InputError` for a value that its field does not take."""
 
     def __post_init__(self) -> None:
-        _check_counts(self, "pipeline", least=1, names=("num_replicas", "num_microbatches"))
-        _check_counts(self, "pipeline", least=0, names=("num_ranks",))
-        _check_choice(self.schedule, tuple(SCHEDULES), "[pipeline] schedule")
+        for each in fields(self):
+            value = getattr(self, each.name)
+            require(
+                each.metadata["fits"](value),
+                f"{each.name} is {each.metadata['what']}",
+                got=f"{each.name} = {value!r}",
+                where=f"[{self.name()}]",
+                remedy=f"{each.name} = {each.default!r}",
+            )
+
+    @classmethod
+    def name(cls) -> str:
+        return cls.__name__.removesuffix("Config").lower()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig(Section):
+    """How the work is laid out; num_ranks 0 is all processes there are, shared by the replicas."""
+
+    schedule: str = text("one_f_one_b", tuple(SCHEDULES))
+    num_ranks: int = count(0, least=0)
+    num_replicas: int = count(1)
+    num_microbatches: int = count(4)
+    checkpoint: str = text("never")
+    device: str = text("auto")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         parse_mode(self.checkpoint)
 
     def ranks_per_replica(self, num_processes: int) -> int:
@@ -53,17 +90,17 @@ class PipelineConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(Section):
     """The course's GPT."""
 
-    num_blocks: int = 6
-    width: int = 64
-    num_heads: int = 4
-    length: int = 64
-    dropout: float = 0.0
+    num_blocks: int = count(6)
+    width: int = count(64)
+    num_heads: int = count(4)
+    length: int = count(64)
+    dropout: float = number(0.0, most=1.0)
 
     def __post_init__(self) -> None:
-        _check_counts(self, "model", least=1, names=("num_blocks", "width", "num_heads", "length"))
+        super().__post_init__()
         require(
             self.width % self.num_heads == 0,
             "heads share the width evenly",
@@ -71,33 +108,25 @@ class ModelConfig:
             where="[model]",
             remedy=f"width = {self.num_heads * max(self.width // self.num_heads, 1)}",
         )
-        _check_range(self.dropout, 0.0, 1.0, "[model] dropout")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingConfig:
+class TrainingConfig(Section):
     """AdamW; the learning rate rises for warmup_steps and then falls to a tenth along a cosine.
 
     rows: of a whole batch, over all replicas. A transfer that takes longer than timeout_s is a failure.
     """
 
-    num_steps: int = 100
-    rows: int = 32
-    learning_rate: float = 1e-3
-    warmup_steps: int = 10
-    weight_decay: float = 0.01
-    max_norm: float = 1.0
-    seed: int = 0
-    precision: str = "float32"
-    corpus_bytes: int = 1 << 20
-    timeout_s: float = 600.0
-
-    def __post_init__(self) -> None:
-        _check_counts(self, "training", least=1, names=("num_steps", "rows", "corpus_bytes"))
-        _check_counts(self, "training", least=0, names=("warmup_steps", "seed"))
-        _check_choice(self.precision, PRECISIONS, "[training] precision")
-        for name in ("learning_rate", "weight_decay", "max_norm", "timeout_s"):
-            _check_range(getattr(self, name), 0.0, math.inf, f"[training] {name}")
+    num_steps: int = count(100)
+    rows: int = count(32)
+    learning_rate: float = number(1e-3)
+    warmup_steps: int = count(10, least=0)
+    weight_decay: float = number(0.01)
+    max_norm: float = number(1.0)
+    seed: int = count(0, least=0)
+    precision: str = text("float32", PRECISIONS)
+    corpus_bytes: int = count(1 << 20)
+    timeout_s: float = number(600.0)
 
     def learning_rate_factor(self, step: int) -> float:
         """What the learning rate is multiplied by in a step, counted from 0."""
@@ -108,26 +137,20 @@ class TrainingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SaveConfig:
+class SaveConfig(Section):
     """A state every so many steps and after the last, in a folder that all hosts see; "" saves nothing."""
 
-    folder: str = ""
-    every: int = 100
-
-    def __post_init__(self) -> None:
-        _check_counts(self, "save", least=1, names=("every",))
+    folder: str = text("")
+    every: int = count(100)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogConfig:
+class LogConfig(Section):
     """A line every so many steps; the trace of trace_step, of all ranks on one clock, in trace_file."""
 
-    every: int = 10
-    trace_file: str = ""
-    trace_step: int = 2
-
-    def __post_init__(self) -> None:
-        _check_counts(self, "log", least=1, names=("every", "trace_step"))
+    every: int = count(10)
+    trace_file: str = text("")
+    trace_step: int = count(2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,12 +164,8 @@ class TrainConfig:
     log: LogConfig = field(default_factory=LogConfig)
 
 
-SECTIONS: dict[str, type] = {
-    "pipeline": PipelineConfig,
-    "model": ModelConfig,
-    "training": TrainingConfig,
-    "save": SaveConfig,
-    "log": LogConfig,
+SECTIONS: dict[str, type[Section]] = {
+    cls.name(): cls for cls in (PipelineConfig, ModelConfig, TrainingConfig, SaveConfig, LogConfig)
 }
 
 
@@ -154,30 +173,20 @@ def read_config(path: str | Path) -> TrainConfig:
     """The config in a TOML file. Raises `InputError` for a key or value that means nothing."""
     try:
         given = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:
         require(False, "a config is a TOML file", got=str(error), where=str(path), remedy="data/train.toml")
     _check_keys(given, list(SECTIONS), str(path))
-    return TrainConfig(**{name: _section(SECTIONS[name], name, table) for name, table in given.items()})
+    return TrainConfig(**{name: _read_section(SECTIONS[name], table) for name, table in given.items()})
 
 
-def _section(cls: type[Section], name: str, table: Any) -> Section:
-    where = f"[{name}]"
-    require(isinstance(table, Mapping), "a config consists of tables", got=f"{name} = {table!r}", where=where)
-    defaults = {f.name: f.default for f in fields(cls)}  # type: ignore[arg-type]
+def _read_section(cls: type[Section], table: Any) -> Any:
+    where = f"[{cls.name()}]"
+    require(isinstance(table, Mapping), "a config consists of tables", got=repr(table), where=where)
+    defaults = {each.name: each.default for each in fields(cls)}
     _check_keys(table, list(defaults), where)
-    values = {}
-    for key, value in table.items():
-        kind: type = type(defaults[key])
-        fits = type(value) is kind or (kind is float and type(value) is int)
-        require(
-            fits,
-            f"{key} is {'text' if kind is str else 'a whole number' if kind is int else 'a number'}",
-            got=f"{key} = {value!r}",
-            where=where,
-            remedy=f"{key} = {defaults[key]!r}",
-        )
-        values[key] = kind(value)
-    return cls(**values)
+    return cls(
+        **{k: float(v) if type(v) is int and type(defaults[k]) is float else v for k, v in table.items()}
+    )
 
 
 def _check_keys(given: Mapping[str, Any], known: list[str], where: str) -> None:
@@ -189,23 +198,3 @@ def _check_keys(given: Mapping[str, Any], known: list[str], where: str) -> None:
         where=where,
         remedy=f"one of {', '.join(known)}",
     )
-
-
-def _check_counts(section: Any, table: str, *, least: int, names: tuple[str, ...]) -> None:
-    for name in names:
-        value = getattr(section, name)
-        require(
-            is_count(value, least=least),
-            f"{name} is a whole number of at least {least}",
-            got=f"{name} = {value!r}",
-            where=f"[{table}]",
-            remedy=f"{name} = {max(least, 1)}",
-        )
-
-
-def _check_choice(value: str, known: tuple[str, ...], where: str) -> None:
-    require(value in known, f"one of {', '.join(known)}", got=repr(value), where=where, remedy=known[0])
-
-
-def _check_range(value: float, least: float, most: float, where: str) -> None:
-    require(least <= value <= most, f"a number from {least:g} to {most:g}", got=repr(value), where=where)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import functools
 import hashlib
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..engine.device import now_ms, open_device
 from ..engine.executor import RankResult
@@ -106,7 +104,8 @@ class Trainer:
                 self.say(f"step {done}: loss {loss!r}, norm {norm:.4g}, {ms:.1f} ms a step")
                 started_ms, started_at = now_ms(), done
             if config.save.folder and (done % config.save.every == 0 or is_last):
-                self.say(f"step {done}: saved in {save_state(self.pipeline, config.save.folder, done)}")
+                save = save_state(self.pipeline, self.transport, config.save.folder, done)
+                self.say(f"step {done}: saved in {save}")
         self.transport.close()
         return loss
 
@@ -151,13 +150,12 @@ class Trainer:
             where=f"[save] folder = {folder!r}",
             remedy="a folder on a disk that all hosts share",
         )
-        return load_state(self.pipeline, folder) if found else 0
+        return load_state(self.pipeline, self.transport, folder) if found else 0
 
     def write_trace(self, result: RankResult, plan: Plan, error_ms: float, loss: float) -> None:
         """Put all ranks' measurements together, on rank 0's clock, for Perfetto."""
-        found: list[Any] | None = [None] * self.world.num_ranks if self.world.rank == 0 else None
-        dist.gather_object((result, error_ms), found)
-        if found is None:
+        found = self.transport.gather((result, error_ms))
+        if self.world.rank > 0:
             return
         results = [each for each, _ in found]
         label = self.world.device_plan.label
