@@ -275,7 +275,7 @@ class Step:
         )
         if arriving is not None:
             self.ledger.release(arriving.category, arriving.held)
-        self.gradients.take_in()
+        self.gradients.accumulate()
         if op.segment == 0 and op.stage > 0:
             self._hand_on(op, Value(gradients, [False] * len(gradients)))
 
@@ -291,7 +291,7 @@ class Step:
 
     def _backward_weight(self, op: Op) -> None:
         self.stages[op.stage].backward_weight(op.microbatch)
-        self.gradients.take_in()
+        self.gradients.accumulate()
 
     def _arriving_gradients(self, op: Op) -> Value | None:
         """The gradients of a stage's output; None at the last stage, or where nothing needs one."""

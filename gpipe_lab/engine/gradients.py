@@ -16,109 +16,114 @@ from .transport import Ranks, Transport
 class GradientBook:
     """Lets each step accumulate apart and adds it to `.grad` once.
 
-    Two steps without zeroing so give exactly twice one, whatever the number of micro-batches. `borrowed`
-    has the ids of parameters that another rank owns: they are neither reported nor counted in a norm here.
+    Two steps without zeroing so give exactly twice one, whatever the number of micro-batches. Gradients of
+    bfloat16 weights accumulate in float32 and are rounded once. `borrowed` has the ids of parameters that
+    another rank owns: they are neither reported nor counted in a norm here.
     """
 
     def __init__(
         self, parameters: dict[str, nn.Parameter], ledger: Ledger, *, borrowed: Collection[int] = ()
     ) -> None:
-        self.parameters = parameters
-        self.ledger = ledger
-        self._borrowed = borrowed
-        self._before: dict[str, torch.Tensor] = {}
-        self._sums: dict[str, torch.Tensor] = {}  # in float32, of parameters with fewer bits
-        self._keys: dict[str, list[int]] = {}
-        self._keys_before: dict[str, list[int]] = {}
-        self._awaited: dict[str, nn.Parameter] = {}  # those whose gradients a backward is to take in
-
-    def begin(self) -> None:
-        """Set aside what earlier steps have accumulated."""
-        for name, parameter in self.parameters.items():
+        for name, parameter in parameters.items():
             require(
                 parameter.dtype is not torch.float16 or not parameter.requires_grad,
                 "weights are trained in bfloat16 or more: float16 would need its gradients scaled",
                 got=f"{name} in float16",
-                where="step",
+                where="model",
                 remedy="model.bfloat16()",
             )
-            if parameter.grad is not None:
-                self._before[name] = parameter.grad
-                self._keys_before[name] = self._keys.pop(name, [])
-                parameter.grad = None
-        self._awaited = dict(self.parameters)
+        self.parameters = parameters
+        self.ledger = ledger
+        self._borrowed = borrowed
+        self._earlier: dict[str, tuple[torch.Tensor, list[int]]] = {}  # of earlier steps, with their keys
+        self._sums: dict[str, torch.Tensor] = {}  # this step's in float32, of bfloat16 weights
+        self._keys: dict[str, list[int]] = {}  # the ledger's
+        self._awaited: dict[str, nn.Parameter] = {}  # those that have no gradient yet, or one to be moved
 
-    def take_in(self) -> None:
-        """After a backward: gradients of few bits go into float32 sums, and new ones into the ledger."""
+    def begin(self) -> None:
+        """Set aside what earlier steps have accumulated."""
+        self._awaited = dict(self.parameters)
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None:
+                self._earlier[name] = parameter.grad, self._keys.pop(name, [])
+                parameter.grad = None
+
+    def accumulate(self) -> None:
+        """After a backward: gradients of bfloat16 weights go to their sums, and new ones into the ledger."""
         for name, parameter in list(self._awaited.items()):
-            if parameter.grad is None:
+            gradient = parameter.grad
+            if gradient is None:
                 continue
-            held = parameter.grad
-            if held.layout is not torch.strided:
+            if gradient.layout is not torch.strided:
                 raise InputError(
                     "gradients are dense tensors",
-                    got=f"a gradient of layout {held.layout}",
+                    got=f"a gradient of layout {gradient.layout}",
                     where=name,
                     remedy="nn.Embedding(..., sparse=False)",
                 )
             if parameter.dtype is torch.bfloat16:
-                held = self._step_sum(name)
-                held.add_(parameter.grad)
+                self._step_sum(name).add_(gradient)
                 parameter.grad = None
             else:
                 del self._awaited[name]  # later micro-batches add to the same tensor
-            if name not in self._keys:
-                self._keys[name] = self.ledger.hold("gradients", [held])
+                self._hold(name, gradient)
 
-    def sum_over(self, replicas: Ranks, transport: Transport) -> int:
-        """Add up this step's gradients over replicas, those of few bits in float32; the bytes summed.
+    def all_reduce(self, names: Iterable[str], ranks: Ranks, transport: Transport) -> int:
+        """Add up this step's gradients over `ranks`, each with its own names of the same weights.
 
-        A parameter that has a gradient on one replica counts as zero on those where it has none.
+        A weight that has a gradient on one of them counts as zero where it has none; one without any stays
+        without. Returns the bytes summed.
         """
-        trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
-        found = torch.tensor([name in self._sums or p.grad is not None for name, p in trained.items()])
-        counts = found.to(torch.int32)
-        transport.all_reduce([counts], replicas)
-        wanted = [name for name, count in zip(trained, counts.tolist(), strict=True) if count]
-        return transport.all_reduce([self._step_sum(name) for name in wanted], replicas)
+        names = list(names)
+        found = [name in self._sums or self.parameters[name].grad is not None for name in names]
+        counts = torch.tensor(found, dtype=torch.int32)
+        transport.all_reduce([counts], ranks)
+        wanted = [name for name, count in zip(names, counts.tolist(), strict=True) if count]
+        return transport.all_reduce([self._step_sum(name) for name in wanted], ranks)
 
     def _step_sum(self, name: str) -> torch.Tensor:
         """The sum over this step's micro-batches, to be changed in place; zeros where there is none yet."""
         parameter = self.parameters[name]
         if parameter.dtype is torch.bfloat16:
-            return self._sums.setdefault(name, torch.zeros_like(parameter, dtype=torch.float32))
+            if name not in self._sums:
+                self._sums[name] = torch.zeros_like(parameter, dtype=torch.float32)
+                self._hold(name, self._sums[name])
+            return self._sums[name]
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
+            self._hold(name, parameter.grad)
         return parameter.grad
 
-    def finish_sums(self) -> None:
-        """After the last backward: `.grad` is the sum over all micro-batches, rounded once."""
+    def end(self) -> None:
+        """Round this step's gradients and add them to the earlier ones."""
         for name, total in self._sums.items():
-            self.ledger.release("gradients", self._keys.pop(name, []))
+            self._release(name)
             self.parameters[name].grad = total.to(self.parameters[name].dtype)
         self._sums.clear()
-        self._count()
+        for name, (earlier, keys) in self._earlier.items():
+            self._release(name)
+            self.ledger.release("gradients", keys)
+            gradient = self.parameters[name].grad
+            self.parameters[name].grad = earlier if gradient is None else earlier.add_(gradient)
+        self._earlier.clear()
+        self._hold_all()
 
-    def _count(self) -> None:
+    def _hold(self, name: str, gradient: torch.Tensor) -> None:
+        if name not in self._keys:
+            self._keys[name] = self.ledger.hold("gradients", [gradient])
+
+    def _hold_all(self) -> None:
         for name, parameter in self.parameters.items():
-            if parameter.grad is not None and name not in self._keys:
-                self._keys[name] = self.ledger.hold("gradients", [parameter.grad])
+            if parameter.grad is not None:
+                self._hold(name, parameter.grad)
 
-    def end(self) -> None:
-        """Add this step's gradients to the earlier ones."""
-        for name, earlier in self._before.items():
-            parameter = self.parameters[name]
-            self.ledger.release("gradients", self._keys.pop(name, []) + self._keys_before.pop(name))
-            parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
-        self._before.clear()
-        self._count()
+    def _release(self, name: str) -> None:
+        self.ledger.release("gradients", self._keys.pop(name, []))
 
     def zero(self) -> None:
-        for parameter in self.parameters.values():
+        for name, parameter in self.parameters.items():
             parameter.grad = None
-        for keys in self._keys.values():
-            self.ledger.release("gradients", keys)
-        self._keys.clear()
+            self._release(name)
 
     def restore(self, saved: Mapping[str, torch.Tensor | None]) -> None:
         """Start from gradients that an earlier process has accumulated."""
@@ -126,7 +131,7 @@ class GradientBook:
         for name, gradient in saved.items():
             if gradient is not None:
                 self.parameters[name].grad = gradient.to(self.parameters[name].device)
-        self._count()
+        self._hold_all()
 
     def squared_norm(self) -> float:
         """The sum of squares of this rank's gradients, in float64."""
@@ -219,47 +224,37 @@ def _find(name: str, layers: Mapping[str, nn.Module]) -> tuple[nn.Module, str, n
 
 
 class Tied:
-    """The ties of one rank's pipeline, over groups of the ranks that hold them."""
+    """The ties of one rank's pipeline that go over several ranks; `borrowed` as in `GradientBook`."""
 
-    def __init__(self, ties: Iterable[Tie], rank: int, parameters: Mapping[str, nn.Parameter]) -> None:
-        self.rank = rank
-        self._spread = [tie for tie in ties if len(tie.holders) > 1]
+    def __init__(self, ties: Iterable[Tie], rank: int, layers: Mapping[str, nn.Module]) -> None:
+        self._ties = [tie for tie in ties if len(tie.holders) > 1]
         self._parameters = {
-            tie: parameters[tie.local_names(rank)[0]] for tie in self._spread if rank in tie.holders
+            tie: _find(tie.local_names(rank)[0], layers)[2] for tie in self._ties if rank in tie.holders
         }
-
-    def borrowed(self) -> set[int]:
-        """The ids of parameters that another rank owns."""
-        return {id(p) for tie, p in self._parameters.items() if tie.owner != self.rank}
+        self.borrowed = {id(p) for tie, p in self._parameters.items() if tie.owner != rank}
 
     def spread_values(self, transport: Transport) -> None:
         """Give every holder the owner's value. All ranks of the pipeline call this."""
-        for tie in self._spread:
+        for tie in self._ties:
             transport.open_group(tie.holders)
             if tie in self._parameters:
                 value = self._parameters[tie].detach()
                 _require_alike(tie, value, transport)
                 transport.broadcast(value, tie.owner, tie.holders)
 
-    def sum_gradients(self, transport: Transport) -> dict[Ranks, int]:
-        """Sum the gradients of all uses, on every holder. All ranks call this.
+    def all_reduce(self, gradients: GradientBook, transport: Transport) -> dict[Ranks, int]:
+        """Sum the gradients of all uses, on every holder; the bytes summed here, by holders.
 
-        Returns the bytes summed, by the ranks that hold them, for the ties of this rank.
+        All ranks of the pipeline call this.
         """
-        num_bytes: dict[Ranks, int] = {}
-        for tie in self._spread:
+        for tie in self._ties:
             transport.open_group(tie.holders)
-            if tie in self._parameters:
-                parameter = self._parameters[tie]
-                uses = torch.tensor([parameter.grad is not None], dtype=torch.int32)
-                transport.all_reduce([uses], tie.holders)
-                if not uses.item():  # frozen, or out of the loss's reach: as in one process it has none
-                    continue
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                summed = transport.all_reduce([parameter.grad], tie.holders)
-                num_bytes[tie.holders] = num_bytes.get(tie.holders, 0) + summed
-        return num_bytes
+        names = {id(parameter): name for name, parameter in gradients.parameters.items()}
+        by_holders: dict[Ranks, list[str]] = {}
+        for tie, parameter in self._parameters.items():
+            by_holders.setdefault(tie.holders, []).append(names[id(parameter)])
+        summed = {r: gradients.all_reduce(held, r, transport) for r, held in by_holders.items()}
+        return {holders: num_bytes for holders, num_bytes in summed.items() if num_bytes}
 
 
 def _require_alike(tie: Tie, value: torch.Tensor, transport: Transport) -> None:

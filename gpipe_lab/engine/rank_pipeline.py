@@ -74,13 +74,13 @@ class RankPipeline:
         self.unchanged: list[Unchanged] = []
         self.stages = {s.index: self._build(s) for s in spec.stages}
         self.names = {s.index: s.names for s in spec.stages}
-        join_locally(spec.ties, rank, dict(self._layers()))
-        everything = dict(self._named(lambda layer: layer.named_parameters()))
-        self.tied = Tied(spec.ties, rank, everything)
+        layers = dict(self._layers())
+        join_locally(spec.ties, rank, layers)
+        self.tied = Tied(spec.ties, rank, layers)
         self.tied.spread_values(transport)
-        self.parameters = _once(everything)
+        self.parameters = _once(dict(self._named(lambda layer: layer.named_parameters())))
         copies = set(map(id, self.parameters.values())) if spec.replica > 0 else set()
-        self.gradients = GradientBook(self.parameters, self.ledger, borrowed=self.tied.borrowed() | copies)
+        self.gradients = GradientBook(self.parameters, self.ledger, borrowed=self.tied.borrowed | copies)
         loss_fn = (
             spec.loss_fn.to(device.torch_device) if isinstance(spec.loss_fn, nn.Module) else spec.loss_fn
         )
@@ -186,11 +186,11 @@ class RankPipeline:
             for group in groups:
                 transport.open_group(group)
             replicas = groups[self.rank % len(groups)]
-            result.bytes_reduced[replicas] = self.gradients.sum_over(replicas, transport)
+            trained = [name for name, p in self.parameters.items() if p.requires_grad]
+            result.bytes_reduced[replicas] = self.gradients.all_reduce(trained, replicas, transport)
             sums = [t for stage in self.stages.values() for t in stage.statistics.sums()]
             transport.all_reduce(sums, replicas)
-        self.gradients.finish_sums()
-        result.bytes_reduced |= self.tied.sum_gradients(transport)
+        result.bytes_reduced |= self.tied.all_reduce(self.gradients, transport)
         if result.bytes_reduced:
             started, ended = self.device.times([start, self.device.stamp()])
             result.events.append(Event(self.rank, COMM_LANE, op, started, ended))

@@ -133,3 +133,20 @@ def test_a_misspelt_name_of_a_module_is_refused_before_a_process_works(lab_of, m
     monkeypatch.setattr(lab, "call", None)
     with pytest.raises(gl.InputError, match=r"'1\.weights', of 1\.weight, 1\.bias"):
         lab.pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], ties=[("0.weight", "1.weights")])
+
+
+def test_a_half_precision_tie_is_rounded_once(lab_of):
+    ids = torch.randint(VOCABULARY, (8,), generator=torch.Generator().manual_seed(0))
+    run = lab_of(3).run(
+        gl.gpipe(3, 8), make_model().bfloat16(), ids, ids, loss_fn=F.cross_entropy, warmup=False
+    )
+    sums = [torch.zeros(VOCABULARY, WIDTH), torch.zeros(VOCABULARY, WIDTH)]
+    for row in ids.split(1):
+        model = make_model().bfloat16()
+        model[-1].weight = nn.Parameter(model[-1].weight.detach().clone())  # each use with a gradient of its own
+        F.cross_entropy(model(row), row).backward()
+        for total, use in zip(sums, (model[0], model[-1]), strict=True):
+            total += use.weight.grad.float() / 8
+    assert torch.equal(run.gradients()["0.weight"], (sums[0] + sums[1]).bfloat16())
+    twice = sums[0].bfloat16() + sums[1].bfloat16()
+    assert not torch.equal(run.gradients()["0.weight"], twice), "a test that could tell"
