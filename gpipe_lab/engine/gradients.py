@@ -35,9 +35,9 @@ class GradientBook:
         self.parameters = parameters
         self.ledger = ledger
         self._borrowed = borrowed
-        self._earlier: dict[str, tuple[torch.Tensor, list[int]]] = {}  # of earlier steps, with their keys
+        self._earlier: dict[str, torch.Tensor] = {}  # of earlier steps
         self._sums: dict[str, torch.Tensor] = {}  # this step's in float32, of bfloat16 weights
-        self._keys: dict[str, list[int]] = {}  # the ledger's
+        self._keys: list[int] = []  # the ledger's, for all of them
         self._awaited: dict[str, nn.Parameter] = {}  # those that have no gradient yet, or one to be moved
 
     def begin(self) -> None:
@@ -45,7 +45,7 @@ class GradientBook:
         self._awaited = dict(self.parameters)
         for name, parameter in self.parameters.items():
             if parameter.grad is not None:
-                self._earlier[name] = parameter.grad, self._keys.pop(name, [])
+                self._earlier[name] = parameter.grad
                 parameter.grad = None
 
     def accumulate(self) -> None:
@@ -66,7 +66,7 @@ class GradientBook:
                 parameter.grad = None
             else:
                 del self._awaited[name]  # later micro-batches add to the same tensor
-                self._hold(name, gradient)
+                self._hold(gradient)
 
     def all_reduce(self, names: Iterable[str], ranks: Ranks, transport: Transport) -> int:
         """Add up this step's gradients over `ranks`, each with its own names of the same weights.
@@ -87,51 +87,43 @@ class GradientBook:
         if parameter.dtype is torch.bfloat16:
             if name not in self._sums:
                 self._sums[name] = torch.zeros_like(parameter, dtype=torch.float32)
-                self._hold(name, self._sums[name])
+                self._hold(self._sums[name])
             return self._sums[name]
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-            self._hold(name, parameter.grad)
+            self._hold(parameter.grad)
         return parameter.grad
 
     def end(self) -> None:
         """Round this step's gradients and add them to the earlier ones."""
         for name, total in self._sums.items():
-            self._release(name)
             self.parameters[name].grad = total.to(self.parameters[name].dtype)
         self._sums.clear()
-        for name, (earlier, keys) in self._earlier.items():
-            self._release(name)
-            self.ledger.release("gradients", keys)
+        for name, earlier in self._earlier.items():
             gradient = self.parameters[name].grad
             self.parameters[name].grad = earlier if gradient is None else earlier.add_(gradient)
         self._earlier.clear()
-        self._hold_all()
+        self._count_anew()
 
-    def _hold(self, name: str, gradient: torch.Tensor) -> None:
-        if name not in self._keys:
-            self._keys[name] = self.ledger.hold("gradients", [gradient])
+    def _hold(self, gradient: torch.Tensor) -> None:
+        self._keys += self.ledger.hold("gradients", [gradient])
 
-    def _hold_all(self) -> None:
-        for name, parameter in self.parameters.items():
-            if parameter.grad is not None:
-                self._hold(name, parameter.grad)
-
-    def _release(self, name: str) -> None:
-        self.ledger.release("gradients", self._keys.pop(name, []))
+    def _count_anew(self) -> None:
+        self.ledger.release("gradients", self._keys)
+        found = [p.grad for p in self.parameters.values() if p.grad is not None]
+        self._keys = self.ledger.hold("gradients", found)
 
     def zero(self) -> None:
-        for name, parameter in self.parameters.items():
+        for parameter in self.parameters.values():
             parameter.grad = None
-            self._release(name)
+        self._count_anew()
 
     def restore(self, saved: Mapping[str, torch.Tensor | None]) -> None:
         """Start from gradients that an earlier process has accumulated."""
-        self.zero()
-        for name, gradient in saved.items():
-            if gradient is not None:
-                self.parameters[name].grad = gradient.to(self.parameters[name].device)
-        self._hold_all()
+        for name, parameter in self.parameters.items():
+            gradient = saved.get(name)
+            parameter.grad = None if gradient is None else gradient.to(parameter.device)
+        self._count_anew()
 
     def squared_norm(self) -> float:
         """The sum of squares of this rank's gradients, in float64."""

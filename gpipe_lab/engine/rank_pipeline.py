@@ -21,7 +21,7 @@ from .layer_state import Snapshot, init_seed
 from .ledger import Ledger
 from .loss import LossFn
 from .mailbox import Board
-from .shared_state import Unchanged
+from .shared_objects import SharedObjects
 from .stage import Stage
 from .transport import Transport
 
@@ -71,7 +71,7 @@ class RankPipeline:
         self.device = device
         self.ledger = Ledger(rank, limit_bytes=spec.limit_bytes)
         device.limit_memory(spec.limit_bytes)
-        self.unchanged: list[Unchanged] = []
+        self.shared_objects: list[SharedObjects] = []
         self.stages = {s.index: self._build(s) for s in spec.stages}
         self.names = {s.index: s.names for s in spec.stages}
         layers = dict(self._layers())
@@ -128,7 +128,7 @@ class RankPipeline:
                 )
                 layer = built
             layers.append(layer)
-        self.unchanged.append(Unchanged(spec.shared, layers))
+        self.shared_objects.append(SharedObjects(spec.shared, layers))
         return Stage(spec.index, layers, spec.first_layer, self.device, self.ledger)
 
     def _named(self, of: Callable[[nn.Module], Iterable[tuple[str, Any]]]) -> Iterable[tuple[str, Any]]:
@@ -165,11 +165,11 @@ class RankPipeline:
 
     def _run(self, job: StepJob, transport: Transport) -> RankResult:
         step = self.executor.prepare(job, transport)
-        for shared in self.unchanged:
+        for shared in self.shared_objects:
             shared.begin()
         transport.barrier()
         result = step.run()
-        for shared in self.unchanged:
+        for shared in self.shared_objects:
             shared.check()
         return result
 

@@ -21,7 +21,7 @@ from ..engine.gradients import Tie
 from ..engine.loss import LossFn, LossRule, read_loss
 from ..engine.pace import Pace
 from ..engine.rank_pipeline import Layer, PipelineSpec, StageSpec
-from ..engine.shared_state import shared_between
+from ..engine.shared_objects import shared_between
 from ..engine.stage import StepContext
 from ..plan.errors import InputError, is_count, require, require_count
 from ..plan.lowering import lower

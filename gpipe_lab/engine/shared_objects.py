@@ -115,7 +115,7 @@ def _is_plain_object(value: Any) -> bool:
     return is_plain and hasattr(value, "__dict__") and cls.__getstate__ is object.__getstate__ and not is_code
 
 
-class Unchanged:
+class SharedObjects:
     """Holds what a stage shares with others to what it was when the step began.
 
     Made before the layers move to their device, which may give them other buffers.
