@@ -87,7 +87,7 @@ _LAZY: dict[str, str] = {
     **dict.fromkeys(("estimated_peak", "lay_out", "tune"), "gpipe_lab.planner.choose"),
     "Dials": "gpipe_lab.view.dials",
     "plot_bubble_curve": "gpipe_lab.view.curves",
-    **dict.fromkeys(("Calculator", "share_table"), "gpipe_lab.view.calculator"),
+    **dict.fromkeys(("Calculator", "share_table"), "gpipe_lab.view.dials"),
     "plot_cut": "gpipe_lab.view.cut",
     "plot_lines": "gpipe_lab.view.lines",
     "plot_mesh": "gpipe_lab.view.mesh",

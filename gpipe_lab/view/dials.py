@@ -1,35 +1,39 @@
-"""A panel of whole-number dials: a picture at once while you turn them, a real run when you press Run.
+"""Panels of a chapter's own quantities: whole-number dials on a picture and a run, and a calculator.
 
-The explorer knows schedules; this knows nothing but what it is given, so a chapter can put its own quantities
-on dials, such as the size of a micro-batch or the place of a cut.
+The explorer knows schedules; these know nothing but what they are given, so a chapter can put its own
+quantities on dials, such as the size of a micro-batch or the place of a cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import ipywidgets as widgets
 
 from ..plan.errors import InputError, require
 from ..plan.units import parse_bytes
-from .background import Attempt, from_the_browser
-from .controls import ROW, button, message
+from ..planner.sharing import METHODS, Transformer, share
+from .controls import ROW, STYLE, Number, button
 from .gantt import plot_trace
+from .live import LivePanel, Phase, Tell
 from .picture import Picture, img, show
 from .runner import Measured, shared_lab
-from .runs import Phase, Runs, Tell, was_stopped
+
+if TYPE_CHECKING:
+    import pandas
 
 Values = dict[str, int]
+GB = 1e9
 
 
-class Dials:
+class Dials(LivePanel):
     """Sliders named as in `dials`, each (least, start, most).
 
     draw(**values) gives the picture to show at once, and raises `InputError` for values that are not allowed.
     measure(lab, **values) gives a run, made in the background by `ranks(**values)` workers of the lab that
     all panels share, and shown as a chart with its memory. A newer Run replaces one that is going; Stop ends
-    it within two seconds.
+    it.
     """
 
     def __init__(
@@ -43,6 +47,7 @@ class Dials:
         device: str = "auto",
         memory_limit: str | int | None = None,
     ) -> None:
+        super().__init__()
         wrong = [name for name, (least, start, most) in dials.items() if not least <= start <= most]
         require(
             bool(dials) and not wrong,
@@ -54,92 +59,74 @@ class Dials:
         self.draw, self.measure, self.ranks = draw, measure, ranks
         self.device, self.limit_bytes = device, parse_bytes(memory_limit)
         self.result: Measured | None = None
-        self.error: BaseException | None = None
-        self._runs = Runs(
-            lambda: shared_lab.stop(self),
-            show_phase=lambda phase, share: self._say(phase.text),
-            show_end=self._show_end,
-        )
-        self._measured: Values = {}
-        self.sliders = {}
-        boxes = []
-        for name, (least, start, most) in dials.items():
-            self.sliders[name], box = _dial(name, (help or {}).get(name, name), least, start, most)
-            self.sliders[name].observe(lambda _: self.redraw(), names="value")
-            boxes += [self.sliders[name], box]
+        self._measured_values: Values | None = None
+        tips = help or {}
+        self.numbers = {
+            name: Number(name.replace("_", " "), tips.get(name, name), start, least, most)
+            for name, (least, start, most) in dials.items()
+        }
+        for number in self.numbers.values():
+            number.slider.continuous_update = False
+            number.slider.observe(self._moved, names="value")
         self.run_button = button("Run", "play", "measure with real workers", style="primary")
-        self.stop_button = button("Stop", "stop", "end the run within two seconds")
+        self.stop_button = button("Stop", "stop", "end the run; while a cell runs, once that has ended")
         self.stop_button.disabled = True
-        self.run_button.on_click(lambda _: self._run_clicked())
+        self.run_button.on_click(lambda _: self.clicked(self.run))
         self.stop_button.on_click(lambda _: self.stop())
-        self.status, self.at_once, self.measured = widgets.HTML(), widgets.HTML(), widgets.HTML()
+        self.at_once, self.measured = widgets.HTML(), widgets.HTML()
+        parts = [part for number in self.numbers.values() for part in number.parts]
         self.box = widgets.VBox(
             [
-                widgets.HBox(boxes, layout=ROW),
-                widgets.HBox([self.run_button, self.stop_button], layout=ROW),
-                self.status,
-                self.at_once,
-                self.measured,
+                widgets.HTML(STYLE),
+                widgets.HBox([*parts, self.run_button, self.stop_button], layout=ROW),
+                *[self.status, self.at_once, self.measured],
             ]
         )
+        self.box.add_class("gl-panel")
         self.redraw()
 
     @property
     def values(self) -> Values:
         """What the dials say now."""
-        return {name: slider.value for name, slider in self.sliders.items()}
+        return {name: number.value for name, number in self.numbers.items()}
 
     def set(self, **values: int) -> None:
-        """Turn dials from code."""
+        """Turn dials from code. Raises `InputError` for an unknown dial, or a value beyond its ends."""
+        unknown = sorted(values.keys() - self.numbers.keys())
+        require(
+            not unknown, f"dials are {', '.join(self.numbers)}", got=", ".join(unknown), where="Dials.set"
+        )
         for name, value in values.items():
-            self.sliders[name].value = value
-
-    def redraw(self) -> None:
-        """Draw the present values; if they are not allowed, say why and disable Run."""
-        try:
-            self.at_once.value = img(self.draw(**self.values), quick=True)
-        except InputError as refusal:
-            self.run_button.disabled = True
-            self._say(f"Run is off: {refusal.rule} (got {refusal.got}).", alarm=True)
-            return
-        self.run_button.disabled = False
-        if self._runs.in_progress:
-            self._runs.say_phase()
-            return
-        stale = f" Below: measured with {_words(self._measured)}." if self._measured else ""
-        self._say(f"{_words(self.values)}. Press Run to measure it.{stale}")
+            self.numbers[name].set(value, where=f"Dials.set({name}=...)")
 
     def run(self, *, wait: bool = False) -> Measured | None:
         """Measure the present values; `wait=True` returns the run, or raises what went wrong."""
         values = self.values
         self.draw(**values)  # raises what is not allowed
-        measuring = Phase(text=f"Measuring {_words(values)} …", done=0.0, until=1.0, seconds=1.0)
-        self.stop_button.disabled = False
-        self._runs.start(lambda tell: (values, self._measure(values, tell, measuring)), measuring)
+        measuring = Phase(text=f"Measuring {_words(values)} …")
+
+        def job(tell: Tell) -> tuple[Values, Measured]:
+            with shared_lab.held(
+                self, self.ranks(**values), self.device, self.limit_bytes, lambda _: tell(measuring)
+            ) as lab:
+                tell(measuring)
+                return values, self.measure(lab, **values)
+
+        self.start(job, measuring)
         return self.wait() if wait else None
 
     def wait(self, timeout_s: float | None = None) -> Measured | None:
         """Wait in this cell for the run, show it, and raise its error if it has one."""
-        try:
-            self._runs.wait(timeout_s)
-        except Exception as error:
-            if self.error is error:
-                self.error = None  # it is raised here, so `close` need not
-            raise
+        super().wait(timeout_s)
         return self.result
-
-    def stop(self) -> None:
-        """End the run in progress."""
-        self._runs.stop()
 
     def close(self) -> None:
         """Stop what runs, end the workers, and raise the error of a run that nobody waited for."""
-        self._runs.close()
-        shared_lab.close()
-        self.box.close()
-        error, self.error = self.error, None
-        if error is not None:
-            raise error
+        try:
+            super().close()
+        finally:
+            shared_lab.close()
+            self.box.close()
 
     def static(self, *choices: Mapping[str, int], measure: bool = True) -> None:
         """The same without widgets: for each choice what the panel shows at once, and what Run would show."""
@@ -153,68 +140,53 @@ class Dials:
                     ) as lab:
                         show(_chart(self.measure(lab, **values)))
         finally:
-            if measure and self._runs.latest is None:
+            if measure and self.latest is None:
                 shared_lab.close()
 
-    def _measure(self, values: Values, tell: Tell, measuring: Phase) -> Measured:
-        """In the thread; `tell` raises once the run is not wanted any more."""
+    # What the base asks for.
 
-        def progress(_: str) -> None:
-            tell(measuring)
+    def _moved(self, change: Any) -> None:
+        for number in self.numbers.values():
+            if number.slider is not change["owner"]:
+                number.forget()
+        self.forget_outcome()
+        self.changed()
 
-        with shared_lab.held(self, self.ranks(**values), self.device, self.limit_bytes, progress) as lab:
-            tell(measuring)
-            return self.measure(lab, **values)
-
-    def _show_end(self, attempt: Attempt) -> None:
-        self.stop_button.disabled = True
-        if was_stopped(attempt):
-            self._say("Stopped. Nothing was measured.")
-        elif attempt.error is not None:
-            self._fail(attempt.error)
-        else:
-            self._measured, self.result = attempt.result
-            assert self.result is not None
-            self.error = None
-            self.measured.value = img(_chart(self.result))
-            self.redraw()
-
-    def _run_clicked(self) -> None:
-        """A click by a person runs in the background; a click from code must fail in its cell."""
+    def draw_at_once(self) -> None:
+        self.run_button.disabled = True  # until the picture is of these values
+        self.at_once.add_class("gl-faded")
         try:
-            self.run(wait=not from_the_browser())
-        except Exception as error:
-            self._fail(error)
+            drawn = img(self.draw(**self.values), quick=True)
+        except InputError as refusal:
+            self.say(f"Run is off: {refusal.rule} (got {refusal.got}).", alarm=True)
+            return
+        self.at_once.value = drawn
+        self.at_once.remove_class("gl-faded")
+        self.run_button.disabled = False
+        self.say_what_is_so()
 
-    def _fail(self, error: BaseException) -> None:
-        self.error = error
-        self._say(f"{type(error).__name__}: {error}", alarm=True)
+    def interrupt(self) -> None:
+        shared_lab.stop(self)
 
-    def _say(self, text: str, *, alarm: bool = False) -> None:
-        self.status.value = message(text, alarm=alarm)
+    def show_working(self, working: bool) -> None:
+        self.stop_button.disabled = not working
+
+    def show_phase(self, phase: Phase, share: float) -> None:
+        self.say(phase.text)
+
+    def show_result(self, result: tuple[Values, Measured]) -> None:
+        self._measured_values, self.result = result
+        self.measured.value = img(_chart(self.result))
+
+    def status_line(self) -> str:
+        measured = self._measured_values
+        if measured == self.values:
+            return f"{_words(self.values)}: measured below."
+        stale = "" if measured is None else f" Below: measured with {_words(measured)}."
+        return f"{_words(self.values)}. Press Run to measure it.{stale}"
 
     def _repr_mimebundle_(self, **options: Any) -> Any:
         return {**self.box._repr_mimebundle_(**options), "text/plain": f"A live panel: {_words(self.values)}"}
-
-
-def _dial(name: str, tip: str, least: int, start: int, most: int) -> tuple[Any, Any]:
-    """A slider and a number box that are one value."""
-    slider = widgets.IntSlider(
-        value=start,
-        min=least,
-        max=most,
-        readout=False,
-        continuous_update=False,
-        description=name.replace("_", " "),
-        tooltip=tip,
-        style={"description_width": "initial"},
-        layout=widgets.Layout(width="20em"),
-    )
-    box = widgets.BoundedIntText(
-        value=start, min=least, max=most, tooltip=f"{tip}, as a number", layout=widgets.Layout(width="5em")
-    )
-    widgets.link((slider, "value"), (box, "value"))
-    return slider, box
 
 
 def _chart(run: Measured) -> Picture:
@@ -223,3 +195,64 @@ def _chart(run: Measured) -> Picture:
 
 def _words(values: Values) -> str:
     return ", ".join(f"{name.replace('_', ' ')} = {value}" for name, value in values.items())
+
+
+def share_table(
+    model: Transformer,
+    num_ranks: int,
+    *,
+    rows: int = 1,
+    fused_attention: bool = True,
+    card_gb: float = 80.0,
+    methods: Sequence[str] = METHODS,
+) -> pandas.DataFrame:
+    """GB that one rank holds and sends in a step by each method, estimated, and whether a card holds them."""
+    import pandas
+
+    shares = [share(model, name, num_ranks, rows=rows, fused_attention=fused_attention) for name in methods]
+    table = pandas.DataFrame(shares).set_index("method") / GB
+    table.insert(4, "held", [s.held / GB for s in shares])
+    table.columns = pandas.Index([f"{name} (GB)" for name in table.columns])
+    table[f"fits {card_gb:g} GB"] = ["yes" if s.held <= card_gb * GB else "no" for s in shares]
+    return table.round(1)
+
+
+class Calculator(LivePanel):
+    """Controls over `share_table`: the model, ranks, rows and attention; the table follows at once."""
+
+    def __init__(
+        self, models: Mapping[str, Transformer], model: str, *, num_ranks: int = 8, card_gb: float = 80.0
+    ) -> None:
+        super().__init__()
+        self.models, self.card_gb = models, card_gb
+        self.model = widgets.Dropdown(options=list(models), value=model, description="model")
+        self.num_ranks = Number("ranks N", "how many ranks share the model", num_ranks, 1, 64)
+        self.rows = Number("rows", "sequences that a rank works on at once", 1, 1, 4096)
+        self.fused = widgets.Checkbox(value=True, description="fused attention", indent=False)
+        self.table = widgets.HTML()
+        for control in (self.model, self.num_ranks.slider, self.rows.slider, self.fused):
+            control.observe(self.changed, names="value")
+        row = [self.model, *self.num_ranks.parts, *self.rows.parts, self.fused]
+        self.box = widgets.VBox([widgets.HTML(STYLE), widgets.HBox(row, layout=ROW), self.status, self.table])
+        self.box.add_class("gl-panel")
+        self.redraw()
+
+    def frame(self) -> pandas.DataFrame:
+        """The table for the settings shown."""
+        return share_table(
+            self.models[self.model.value],
+            self.num_ranks.value,
+            rows=self.rows.value,
+            fused_attention=self.fused.value,
+            card_gb=self.card_gb,
+        )
+
+    def draw_at_once(self) -> None:
+        self.table.value = self.frame().to_html()
+        self.say_what_is_so()
+
+    def status_line(self) -> str:
+        return "Estimated on paper; nothing runs."
+
+    def _repr_mimebundle_(self, **options: Any) -> Any:
+        return {**self.box._repr_mimebundle_(**options), "text/plain": f"A calculator:\n{self.frame()}"}

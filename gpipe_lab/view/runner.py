@@ -121,10 +121,10 @@ class LabRunner:
 
         import gpipe_lab as gl
 
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            model = _model(torch)
-            inputs = torch.randn(settings.num_microbatches * ROWS, WIDTH, dtype=torch.float32)
+        random = torch.Generator().manual_seed(0)  # the learner's own random numbers are left alone
+        model = _model(torch, random)
+        rows = settings.num_microbatches * ROWS
+        inputs = torch.randn(rows, WIDTH, dtype=torch.float32, generator=random)
         schedule = authored(settings)
         num_stages = schedule.num_stages
         pace = gl.Pace(
@@ -152,12 +152,16 @@ class LabRunner:
         shared_lab.close()
 
 
-def _model(torch: Any) -> Any:
+def _model(torch: Any, random: Any) -> Any:
     nn = torch.nn
-    layers = (
-        nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=torch.float32), nn.Tanh()) for _ in range(NUM_LAYERS)
-    )
-    return nn.Sequential(*layers)
+
+    def layer() -> Any:
+        linear = nn.utils.skip_init(nn.Linear, WIDTH, WIDTH, dtype=torch.float32)
+        for parameter in linear.parameters():
+            nn.init.uniform_(parameter, -(WIDTH**-0.5), WIDTH**-0.5, generator=random)
+        return nn.Sequential(linear, nn.Tanh())
+
+    return nn.Sequential(*(layer() for _ in range(NUM_LAYERS)))
 
 
 def does_not_fit(error: BaseException | None) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -116,9 +117,25 @@ _RC: dict[Any, Any] = {
 }
 
 
-def look() -> AbstractContextManager[None]:
-    """Draw within this: fonts, line widths and an opaque white background, whatever the learner's theme."""
-    return matplotlib.rc_context(_RC)
+_drawing = threading.RLock()  # matplotlib's settings belong to the process, so one thread draws at a time
+_NO_LOOK = ("backend", "interactive", "toolbar", "webagg", "tk", "timezone", "date.epoch", "savefig.dir")
+# Beginning with matplotlib's own defaults, so that nothing of the learner's settings changes a picture.
+_LOOK = {k: v for k, v in dict.items(matplotlib.rcParamsDefault) if not k.startswith(_NO_LOOK)} | _RC
+
+
+@contextmanager
+def look() -> Iterator[None]:
+    """Draw within this: fonts, line widths and an opaque white background, whatever the learner's theme.
+
+    The learner's settings are back afterwards, as they were.
+    """
+    with _drawing:
+        before = dict.copy(matplotlib.rcParams)
+        try:
+            dict.update(matplotlib.rcParams, _LOOK)  # checked when they were made: half a picture's time
+            yield
+        finally:
+            dict.update(matplotlib.rcParams, before)
 
 
 def swatch(
