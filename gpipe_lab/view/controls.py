@@ -117,7 +117,8 @@ class Number:
 class Folds:
     """Sections of which one is unfolded at a time: buttons in a row, controls beneath, places further down.
 
-    `sections` maps a name to (what it explains, its controls, the places it shows elsewhere).
+    `sections` maps a name to (what it explains, its controls, the places it shows elsewhere); `beside` stands
+    in the row of buttons.
     """
 
     def __init__(
@@ -126,16 +127,18 @@ class Folds:
         *,
         opened: str | None,
         toggled: Callable[[], None],
+        beside: Sequence[Any] = (),
     ) -> None:
         self._toggled = toggled
+        self._beside = beside
         self._changing = False
         self.buttons: dict[str, Any] = {}
         self._places: dict[str, list[Any]] = {}
-        border = widgets.Layout(border_left="3px solid #9aa0a6", padding="2px 0 6px 10px", margin="4px 0")
         for name, (tip, rows, shown) in sections.items():
             self.buttons[name] = widgets.ToggleButton(
                 value=name == opened, description=name, tooltip=tip, layout=widgets.Layout(width="auto")
             )
+            border = widgets.Layout(border_left="3px solid #9aa0a6", padding="2px 0 6px 10px", margin="4px 0")
             body = widgets.VBox([widgets.HTML(hint(tip)), *rows], layout=border)
             self._places[name] = [body, *shown]
             self.buttons[name].observe(partial(self._toggle, name), names="value")
@@ -146,7 +149,7 @@ class Folds:
         if not self.buttons:
             return []
         bodies = [places[0] for places in self._places.values()]
-        return [widgets.HBox(list(self.buttons.values()), layout=ROW), *bodies]
+        return [widgets.HBox([*self.buttons.values(), *self._beside], layout=ROW), *bodies]
 
     def is_open(self, name: str) -> bool:
         return name in self.buttons and bool(self.buttons[name].value)

@@ -115,6 +115,7 @@ class Explorer(LivePanel):
             {name: section for name, section in every.items() if name in kept},
             opened=unfolded[0] if unfolded else section_of(start),
             toggled=self.changed,
+            beside=[self.controls.about],
         )
         self.box = widgets.VBox(
             [

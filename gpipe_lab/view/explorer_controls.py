@@ -131,9 +131,7 @@ class ExplorerControls:
     def first_row(self) -> list[Any]:
         """What stands above the chart at all times."""
         chosen = [self.schedule] if len(self.schedules) > 1 else []
-        buttons = [self.run, self.stop, self.progress]
-        about = [self.about] if chosen else []
-        return [*self.stages.parts, *self.microbatches.parts, *chosen, *buttons, *about]
+        return [*self.stages.parts, *self.microbatches.parts, *chosen, self.run, self.stop, self.progress]
 
     def sections(self, closer: Sequence[Any], race: Sequence[Any]) -> dict[str, tuple[str, list, list]]:
         """What each section explains, its controls, and where else it shows something."""

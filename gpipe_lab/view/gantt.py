@@ -76,13 +76,18 @@ def plot_trace(
     )
     facts = _facts(trace, unit)
     headline = title or what(trace)
+    marked = [key for key, is_drawn in ((PATH, path is not None), (PEAK, bool(shown))) if is_drawn]
     with look():
         sheet = Sheet(
             [rows_height or _rows_height(trace.num_ranks), *[0.62] * len(shown)],
             headline=headline,
             subtitle=join(["" if what(trace) in headline else what(trace), facts]),
             legends=[
-                [*looks_in([trace], kind_names), *([PATH] if path is not None else [])],
+                [
+                    *looks_in([trace], kind_names),
+                    *([PATH] if path is not None else []),
+                    *([PEAK] if shown else []),
+                ],
                 *([memory_legend(categories, memory)] if memory is not None else []),
             ],
             legend_above=[0, 1] if memory is not None else [0],
@@ -112,7 +117,7 @@ def plot_trace(
         if memory is not None:
             draw_memory(panels, memory, shown, categories, until=until, unit=unit, names=names)
             for rank in shown:
-                _outline(gantt, cause(trace, rank, memory.peak(rank)), ONE_ROW_A_RANK)
+                _mark_peak(gantt, cause(trace, rank, memory.peak(rank)), ONE_ROW_A_RANK)
         if path is not None:
             draw_path(gantt, path)
         if at_ms is not None:
@@ -133,6 +138,7 @@ def plot_schedule(schedule: Schedule, costs: Costs | None = None, *, title: str 
     return plot_trace(trace, title=title, unit="slots" if costs is None else "ms")
 
 
+PEAK = Line("memory peak of its rank", (0, (1, 1)), 2.0)  # apart from the path's unbroken boxes
 UNIT_COSTS = Costs(forward=1.0, backward=1.0, backward_input=1.0, backward_weight=1.0, recompute=1.0)
 
 
@@ -221,13 +227,12 @@ def cause(trace: Trace, rank: int, moment: Moment) -> Event | None:
     return named or max(before, key=lambda e: e.start_ms, default=None)
 
 
-def _outline(axes: Axes, event: Event | None, rows: Rows) -> None:
+def _mark_peak(axes: Axes, event: Event | None, rows: Rows) -> None:
     if event is None:
         return
     corner = (event.start_ms, rows.middle(event.rank) - rows.height / 2)
-    axes.add_patch(
-        Rectangle(corner, event.duration_ms, rows.height, fill=False, edgecolor=INK, linewidth=2.0, zorder=7)
-    )
+    style: dict[str, Any] = {"linestyle": PEAK.dashes, "linewidth": PEAK.width, "zorder": 7}
+    axes.add_patch(Rectangle(corner, event.duration_ms, rows.height, fill=False, edgecolor=INK, **style))
 
 
 def _rows_height(num_ranks: int) -> float:

@@ -253,8 +253,9 @@ class LivePanel:
         try:
             action(wait=not by_person)
         except Exception as error:
-            self.say(self.failure_in_words(error), alarm=True)
+            self.outcome, self._failed = self.failure_in_words(error), True
             self._unraised = None if by_person else error
+            self.say_what_is_so()
 
     def wait(self, timeout_s: float | None = None) -> Any:
         """Wait in this cell for the latest run and show it; its result, or its error raised."""

@@ -61,6 +61,19 @@ def test_the_first_view_is_simple(lab: Lab) -> None:
     lab.screenshot("first_light")
 
 
+def test_controls_and_picture_are_in_view_together(lab: Lab) -> None:
+    """P, M, schedule and Run in one row, the chart right under them, all of it on the screen."""
+    row = [slider(lab, "P stages"), slider(lab, "M micro-batches"), button(lab, "Run")]
+    row.append(lab.page.locator(".widget-dropdown", has_text="schedule").first)
+    middles = [place["y"] + place["height"] / 2 for place in (part.bounding_box() for part in row)]
+    assert max(middles) - min(middles) < 12
+    row[0].evaluate("element => element.scrollIntoView({block: 'start'})")
+    middles = [place["y"] + place["height"] / 2 for place in (part.bounding_box() for part in row)]
+    chart = picture(lab, "simulated").bounding_box()
+    assert 0 < chart["y"] - max(middles) < 160
+    assert min(middles) > 0 and chart["y"] + chart["height"] <= lab.page.viewport_size["height"]
+
+
 def test_a_slider_moved_by_keyboard_changes_the_picture_at_once(lab: Lab) -> None:
     before = picture(lab, "simulated").get_attribute("src")
     slider(lab, "P stages").focus()
@@ -112,16 +125,22 @@ def test_stop_ends_a_run_within_two_seconds(lab: Lab) -> None:
     assert button(lab, "Stop").is_disabled() and button(lab, "Run").is_enabled()
 
 
-def test_sections_unfold_by_keyboard(lab: Lab) -> None:
-    for name in ("Memory", "Look closer"):
-        button(lab, name).focus()
-        lab.page.keyboard.press("Space")
+def unfold(lab: Lab, name: str) -> None:
+    button(lab, name).focus()
+    lab.page.keyboard.press("Space")
+
+
+def test_sections_unfold_by_keyboard_one_at_a_time(lab: Lab) -> None:
+    unfold(lab, "Memory")
     lab.page.get_by_text("checkpoint", exact=True).first.wait_for()
     lab.page.locator(".widget-dropdown", has_text="schedule").first.locator("select").select_option("gpipe")
     box(lab, "M micro-batches").fill("6")
     lab.page.keyboard.press("Enter")
-    alt = wait_for(lab, "simulated", "gpipe, P = 3, M = 6", "Memory, simulated", "Critical path")
-    assert "rank 0 F0" in alt
+    wait_for(lab, "simulated", "gpipe, P = 3, M = 6", "Memory, simulated")
+    unfold(lab, "Look closer")
+    alt = wait_for(lab, "simulated", "gpipe, P = 3, M = 6", "Critical path")
+    assert "rank 0 F0" in alt and "Memory, simulated" not in alt
+    assert not lab.page.get_by_text("checkpoint", exact=True).first.is_visible()
     lab.page.get_by_text(re.compile("rank 0 computes forward of micro-batch 0")).first.wait_for()
 
     def line_at() -> float | None:
@@ -138,6 +157,7 @@ def test_sections_unfold_by_keyboard(lab: Lab) -> None:
 
 
 def test_a_limit_is_enforced_and_the_error_stands_where_the_learner_looks(lab: Lab) -> None:
+    unfold(lab, "Memory")
     lab.page.get_by_text("memory limit on every rank").click()
     field = box(lab, "limit (KiB)")
     field.fill("256")
@@ -152,8 +172,7 @@ def test_a_limit_is_enforced_and_the_error_stands_where_the_learner_looks(lab: L
 
 
 def test_a_race_with_ones_own_schedule(lab: Lab) -> None:
-    button(lab, "Race").focus()
-    lab.page.keyboard.press("Enter")
+    unfold(lab, "Race")
     race = lab.page.locator("img[alt^='Race on one time axis']").first
     race.wait_for()
     alt = race.get_attribute("alt")
@@ -163,10 +182,12 @@ def test_a_race_with_ones_own_schedule(lab: Lab) -> None:
 
 def test_the_race_is_run_for_real_on_request(lab: Lab) -> None:
     """Every lane by real workers under the same limit: who fits is measured, and said."""
+    unfold(lab, "Memory")
     field = box(lab, "limit (KiB)")
     field.fill("736")
     field.press("Enter")
     wait_for(lab, "simulated", "Limit 736 KiB")
+    unfold(lab, "Race")
     button(lab, "Run the race").click()
     until(lambda: "The race is run." in status(lab), "all lanes are run")
     pictures = lab.page.locator("img[alt^='Race on one time axis']")
@@ -236,7 +257,9 @@ def test_the_page_complained_of_nothing(lab: Lab) -> None:
 
 
 def test_nothing_is_left_behind_when_the_kernel_ends(lab: Lab) -> None:
+    unfold(lab, "Memory")
     lab.page.get_by_text("memory limit on every rank").click()
+    until(lambda: "Limit" not in (picture(lab, "simulated").get_attribute("alt") or ""), "no limit is drawn")
     button(lab, "Run").click()
     wait_for(lab, "measured, paced", "P = 3, M = 6")
     assert len(lab.processes()) >= 5, "kernel, server of workers, three workers"

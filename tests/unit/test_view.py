@@ -204,6 +204,8 @@ def test_the_peak_is_tied_to_the_operation_that_caused_it():
     figure = plot_trace(trace, memory_of(trace))
     outlines = [p for p in figure.axes[0].patches if isinstance(p, Rectangle) and not p.get_fill()]
     last_forward = {e.rank: e for e in trace.computations if e.op.kind is Kind.F and e.op.microbatch == 3}
+    assert "memory peak of its rank" in texts(figure)
+    assert all(outline.get_linestyle() not in ("-", "solid") for outline in outlines), "no critical path"
     assert [outline.get_x() for outline in outlines] == [last_forward[rank].start_ms for rank in range(3)]
     assert len(figure.axes) == 4
     assert "peak 20 MiB at F3" in texts(figure)
