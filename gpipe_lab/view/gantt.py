@@ -83,11 +83,7 @@ def plot_trace(
             headline=headline,
             subtitle=join(["" if what(trace) in headline else what(trace), facts]),
             legends=[
-                [
-                    *looks_in([trace], kind_names),
-                    *([PATH] if path is not None else []),
-                    *([PEAK] if shown else []),
-                ],
+                [*looks_in([trace], kind_names), *marked],
                 *([memory_legend(categories, memory)] if memory is not None else []),
             ],
             legend_above=[0, 1] if memory is not None else [0],
