@@ -79,7 +79,7 @@ def test_the_calculator_follows_its_controls():
     before = calculator.table.value
     calculator.model.value = "b"
     assert calculator.table.value != before
-    calculator.num_ranks.value = 1
+    calculator.num_ranks.slider.value = 1
     assert calculator.frame().loc["pipeline"].equals(calculator.frame().loc["one device"])
 
 
