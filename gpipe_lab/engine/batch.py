@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..plan.errors import require, require_count
+from ..plan.errors import InputError, require, require_count
 
 Tree = Any  # a tensor, or any nesting of tuples, lists and dicts of tensors and constants
 
@@ -114,18 +114,26 @@ def batch_size(batch: Tree) -> int:
     return shapes[0][0]
 
 
+def require_dense(tensor: torch.Tensor, where: object) -> None:
+    """Raise `InputError` for a tensor that is not all its values in a row of memory."""
+    if tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta:
+        return
+    if tensor.is_nested:
+        got, remedy = "a nested tensor", "torch.nested.to_padded_tensor(x, 0.0)"
+    elif tensor.is_meta:
+        got, remedy = "a tensor on the meta device", 'torch.randn(..., device="cpu")'
+    else:
+        got, remedy = f"a tensor of layout {tensor.layout}", "x.to_dense()"
+    rule = "tensors of a batch, and those that cross stage boundaries, are dense and have values"
+    raise InputError(rule, got=got, where=str(where), remedy=remedy)
+
+
 def _require_divisible(leaf: Any) -> None:
     """Raise `InputError` for what has rows and is not a tensor that can be cut along them."""
     if isinstance(leaf, Whole):
         return
     if isinstance(leaf, torch.Tensor):
-        require(
-            leaf.layout is torch.strided and not leaf.is_nested and not leaf.is_meta,
-            "the tensors of a batch are dense and have values",
-            got="a nested tensor" if leaf.is_nested else f"a tensor of layout {leaf.layout} on {leaf.device}",
-            where="batch",
-            remedy="torch.nested.to_padded_tensor(x, 0.0)" if leaf.is_nested else "x.to_dense()",
-        )
+        require_dense(leaf, "batch")
         return
     require(
         not hasattr(leaf, "shape"),
@@ -221,6 +229,8 @@ def _joined(column: tuple[Any, ...]) -> Any:
         _require_joinable(all(type(v) is type(first) and v == first for v in column), f"values {column}")
         return first
     _require_joinable(all(isinstance(v, torch.Tensor) for v in column), "a tensor from some of them only")
+    for value in column:
+        require_dense(value, "outputs")
     shapes = [tuple(v.shape) for v in column]
     _require_joinable(len({(len(shape), shape[1:]) for shape in shapes}) == 1, f"shapes {shapes}")
     return torch.cat(column) if first.dim() else torch.stack(column)

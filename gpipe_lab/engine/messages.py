@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .batch import Tree, TreeSpec, flatten, unflatten
+from .batch import Tree, TreeSpec, flatten, require_dense, unflatten
 
 ALIGNMENT = 64  # bytes: each tensor of a message begins where an allocator might have put it
 
@@ -109,7 +109,7 @@ def pack(
 ) -> Message:
     """Make a message of a stage's output (or of gradients).
 
-    Raises `TypeError` for what cannot be sent, `BoundaryChanged` for what is not as `agreed`.
+    Raises `TypeError` or `InputError` for what cannot be sent, `BoundaryChanged` for what is not as `agreed`.
     """
     leaves, spec = flatten(tree)
     flags = iter(needs_gradient)
@@ -117,6 +117,7 @@ def pack(
     tensors = []
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
+            require_dense(leaf, where)
             tensor = dense(leaf.detach())
             tensors.append(tensor)
             metas.append(TensorMeta(tuple(tensor.shape), tensor.stride(), tensor.dtype, next(flags)))

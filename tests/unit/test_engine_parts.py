@@ -120,6 +120,23 @@ def test_a_message_is_one_row_of_bytes_for_any_tensors(tensor):
     assert parts[0]._version == before
 
 
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.eye(3).to_sparse(),
+        torch.ones(3, device="meta"),
+        torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged),
+    ],
+)
+def test_what_is_not_dense_is_not_sent_and_makes_no_batch(tensor):
+    for refused in (
+        lambda: pack((tensor, 1), needs_gradient=[True], where="0F0"),
+        lambda: merge([tensor, tensor]),
+    ):
+        with pytest.raises(ValueError, match="are dense and have values"):
+            refused()
+
+
 def test_a_changed_message_says_which_fields_differ():
     agreed = pack({"a": torch.zeros(2, 3), "n": 1}, needs_gradient=[True], where="").meta
     changed = pack({"a": torch.zeros(2, 3).double(), "n": 2}, needs_gradient=[True], where="").meta
