@@ -1,6 +1,5 @@
 """Models of many shapes: several outputs, skips, control flow, compiled layers, changing lengths."""
 
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -42,7 +41,9 @@ def test_one_to_four_outputs(lab_of, num_outputs):
     x, y = torch.randn(8, 5, dtype=torch.float64), torch.randn(8, 5, dtype=torch.float64)
     expected = reference(model, x, y)
     for mode in MODES:
-        run = lab_of(4).run(gl.one_f_one_b(4, 4), model, x, y, loss_fn=F.mse_loss, checkpoint=mode)
+        run = lab_of(4).run(
+            gl.one_f_one_b(4, 4), model, x, y, loss_fn=F.mse_loss, checkpoint=mode, warmup=False
+        )
         assert distance(run.gradients(), expected) <= 1e-12
         assert run.bytes_sent[0, 1] == num_outputs * 8 * 5 * 8
 
@@ -91,7 +92,7 @@ class Skips(nn.Module):
 def test_a_model_with_a_forward_of_its_own_is_refused_with_a_remedy(lab_of):
     x = torch.randn(4, 5)
     with pytest.raises(gl.InputError, match=r"nn.Sequential\(\*layers\)"):
-        lab_of(2).run(gl.gpipe(2, 2), Skips(), x, x, loss_fn=F.mse_loss)
+        lab_of(2).run(gl.gpipe(2, 2), Skips(), x, x, loss_fn=F.mse_loss, warmup=False)
 
 
 class Decides(nn.Module):
@@ -116,7 +117,7 @@ def test_control_flow_that_hangs_on_data(lab_of):
         (F.mse_loss(model(part), target) / 4).backward()
     expected = {name: p.grad.clone() for name, p in model.named_parameters()}
     for mode in MODES:
-        run = lab_of(2).run(gl.gpipe(2, 4), model, x, y, loss_fn=F.mse_loss, checkpoint=mode)
+        run = lab_of(2).run(gl.gpipe(2, 4), model, x, y, loss_fn=F.mse_loss, checkpoint=mode, warmup=False)
         assert distance(run.gradients(), expected) <= 1e-12
 
 
@@ -127,7 +128,7 @@ def test_compiled_layers(lab_of):
     expected = reference(nn.Sequential(*plain), x, y)
     compiled = [torch.compile(layer, backend="eager") for layer in plain]
     for mode in MODES:
-        run = lab_of(2).run(gl.gpipe(2, 4), compiled, x, y, loss_fn=F.mse_loss, checkpoint=mode)
+        run = lab_of(2).run(gl.gpipe(2, 4), compiled, x, y, loss_fn=F.mse_loss, checkpoint=mode, warmup=False)
         mine = {name.replace("_orig_mod.", ""): g for name, g in run.gradients().items()}
         assert distance(mine, expected) <= 1e-12
 
@@ -161,7 +162,7 @@ class Norms(nn.Module):
 def test_a_weight_that_is_never_used_has_no_gradient(lab_of):
     model = nn.Sequential(Norms(), Norms()).double()
     x = torch.randn(4, 5, dtype=torch.float64)
-    run = lab_of(2).run(gl.gpipe(2, 2), model, x, x, loss_fn=F.mse_loss)
+    run = lab_of(2).run(gl.gpipe(2, 2), model, x, x, loss_fn=F.mse_loss, warmup=False)
     assert set(run.gradients()) == {f"{i}.used.{name}" for i in (0, 1) for name in ("weight", "bias")}
 
 
@@ -188,5 +189,5 @@ def test_strides_cross_a_boundary(lab_of):
     model = nn.Sequential(Transposed(), SeesStrides()).double()
     x, y = torch.randn(4, 5, dtype=torch.float64), torch.randn(4, 5, dtype=torch.float64)
     for mode in MODES:
-        run = lab_of(2).run(gl.gpipe(2, 2), model, x, y, loss_fn=F.mse_loss, checkpoint=mode)
+        run = lab_of(2).run(gl.gpipe(2, 2), model, x, y, loss_fn=F.mse_loss, checkpoint=mode, warmup=False)
         assert distance(run.gradients(), reference(model, x, y)) <= 1e-12, mode

@@ -20,7 +20,8 @@ def test_uniform_places_every_layer_once(num_stages):
     for num_layers in range(num_stages, 30):
         spans = uniform(num_layers, num_stages)
         covers(spans, num_layers, num_stages)
-        assert max(map(len, spans)) - min(map(len, spans)) <= 1
+        share, left_over = divmod(num_layers, num_stages)
+        assert [len(span) for span in spans] == [share + (stage < left_over) for stage in range(num_stages)]
 
 
 def brute_force(num_layers, num_stages, cost):
