@@ -8,8 +8,15 @@ from __future__ import annotations
 
 import ast
 import inspect
+import io
+import linecache
+import signal
+import sys
 import textwrap
+import threading
+import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, NamedTuple
@@ -17,6 +24,8 @@ from typing import Any, NamedTuple
 from ..plan.errors import require
 from ..plan.schedule import Schedule
 
+LIMIT_S, RANKS_LIMIT_S = 10.0, 120.0  # for one input; the latter where workers run the answer
+PRINTED_CHARS = 10_000
 Answer = Callable[..., Any]
 Case = dict[str, Any]
 
@@ -119,8 +128,8 @@ class NothingReturned(Exception):
 def over(**ranges: Any) -> Callable[[Judge], Property]:
     """Turn `judge(answer, P, M)` into a property over the grid of the given ranges.
 
-    The property's name is the judge's docstring. Small inputs come first, so that the counterexample
-    shown is a small one.
+    The property's name is the judge's docstring (its own name where Python drops docstrings). Small inputs
+    come first, so that the counterexample shown is a small one.
     """
     return over_cases(*_grid(ranges))
 
@@ -129,32 +138,82 @@ def over_cases(*cases: Case) -> Callable[[Judge], Property]:
     """Turn `judge(answer, **case)` into a property over the given cases."""
 
     def build(judge: Judge) -> Property:
-        assert judge.__doc__ is not None
-        return Property(judge.__doc__.strip(), cases, judge)
+        words = judge.__doc__ or judge.__name__.strip("_").replace("_", " ")
+        return Property(words.strip(), cases, judge)
 
     return build
 
 
 def first_counterexample(exercise: Exercise, answer: Answer) -> Counterexample | None:
-    """Try every property on every case. Raises `NotDone` for a starter, `Exception`s are counterexamples."""
+    """Try every property on every case. Raises `NotDone` for a starter, `Exception`s are counterexamples.
+
+    So is a case that takes longer than LIMIT_S; of what the answer prints the first PRINTED_CHARS are shown.
+    """
     finished = _finished(answer)
-    for claim in exercise.properties:
-        for case in claim.cases:
-            found = _judge(claim, finished, answer, case)
-            if found is not None:
-                return found
+    limit_s = RANKS_LIMIT_S if exercise.on_ranks else LIMIT_S
+    with redirect_stdout(_Capped(sys.stdout)):
+        for claim in exercise.properties:
+            for case in claim.cases:
+                found = _judge(claim, finished, answer, case, limit_s)
+                if found is not None:
+                    return found
     return None
 
 
-def _judge(claim: Property, finished: Answer, answer: Answer, case: Case) -> Counterexample | None:
+class TookTooLong(Exception):
+    """The answer did not end in time."""
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raise `TookTooLong` within, after `seconds`; only a main thread can be interrupted like that."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def give_up(*_: object) -> None:
+        raise TookTooLong(f"no end after {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
-        mismatch = claim.judge(finished, **case)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class _Capped(io.TextIOBase):
+    """Passes on what is printed, up to PRINTED_CHARS, and then says once that there was more."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+        self._left = PRINTED_CHARS
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        if self._left > 0:
+            self._target.write(text[: self._left])
+            if len(text) >= self._left:
+                self._target.write("\n… what else the answer prints is left out\n")
+        self._left -= len(text)
+        return len(text)
+
+
+def _judge(
+    claim: Property, finished: Answer, answer: Answer, case: Case, limit_s: float
+) -> Counterexample | None:
+    try:
+        with _time_limit(limit_s):
+            mismatch = claim.judge(finished, **case)
     except NotDone:
         raise
     except NothingReturned:
         got = "your function returned None; is a `return` missing?"
         return Counterexample(claim.name, case, "an answer", got)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         got = f"{type(error).__name__}: {error}"
         line = _own_line(error, answer)
         return Counterexample(claim.name, case, "an answer", got, line=line)
@@ -206,15 +265,17 @@ def _has_marker(answer: Answer) -> bool:
     )
 
 
-def _own_line(error: Exception, answer: Answer) -> str:
+def _own_line(error: BaseException, answer: Answer) -> str:
     """The innermost line of the learner's own file (a cell is one) that the error went through."""
     code = getattr(inspect.unwrap(answer), "__code__", None)
-    frames = inspect.getinnerframes(error.__traceback__) if error.__traceback__ else []
-    own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
+    frames = traceback.walk_tb(error.__traceback__)
+    own = [
+        line for frame, line in frames if code is not None and frame.f_code.co_filename == code.co_filename
+    ]
     if not own:
         return ""
-    text = (own[-1].code_context or [""])[0].strip()
-    return f"your line {own[-1].lineno}: {text}".rstrip(": ")
+    text = linecache.getline(code.co_filename, own[-1]).strip() if code is not None else ""
+    return f"your line {own[-1]}: {text}".rstrip(": ")
 
 
 def source_of(function: Answer, imports: str = "") -> str:

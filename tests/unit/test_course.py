@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from gpipe_lab import check, claim, claims, doctor, hint, predict, progress, solution, track
-from gpipe_lab.course import kept, strict
+from gpipe_lab.course import exercise, kept, strict
 from gpipe_lab.course.chapters import chapters, read_chapter
 from gpipe_lab.course.exercise import Answer, Exercise, Mismatch, over, source_of
 from gpipe_lab.course.exercises import all_exercises, ch04, ch05, find
@@ -503,3 +504,54 @@ def test_claims_are_counted_before_a_chapter_has_been_saved_with_outputs(tmp_pat
     path = tmp_path / "03_micro_batches.ipynb"
     path.write_text(json.dumps(notebook), encoding="utf-8")
     assert len(read_chapter(path).claim_names) == 5
+
+
+# Answers that do not behave.
+
+
+def forever(*args: int) -> int:
+    while True:
+        pass
+
+
+def leaves(*args: int) -> int:
+    sys.exit("enough")
+
+
+def recursive(*args: int) -> int:
+    return recursive(*args)
+
+
+def talkative(*args: int) -> int:
+    print("x" * 1_000_000)
+    return find("00-finish-time").solution(*args)
+
+
+@pytest.mark.parametrize(
+    "answer, told",
+    [(forever, "no end after 0.3 s"), (leaves, "SystemExit: enough"), (recursive, "RecursionError")],
+)
+def test_an_answer_that_does_not_return_is_a_counterexample(
+    answer: Answer, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exercise, "LIMIT_S", 0.3)
+    began = time.monotonic()
+    found = check("00-finish-time", answer)
+    assert found.status == "failed" and told in found.detail and "fails at" in found.detail
+    assert time.monotonic() - began < 5
+
+
+def test_what_an_answer_prints_is_cut_off(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check("00-finish-time", talkative)
+    said = capsys.readouterr().out
+    assert len(said) < 2 * exercise.PRINTED_CHARS and said.count("left out") == 1
+
+
+def test_exercises_work_where_python_drops_docstrings() -> None:
+    code = (
+        "import gpipe_lab as gl; from gpipe_lab.course.exercises import find\n"
+        "e = find('00-finish-time'); print(bool(gl.check(e, e.solution)), gl.check(e, min).status)"
+    )
+    command = [sys.executable, "-OO", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "failed"]

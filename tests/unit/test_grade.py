@@ -51,6 +51,7 @@ def test_every_learner_gets_a_verdict(tmp_path: Path) -> None:
         "leaves": f"import os\n\ndef {NAME}(*args):\n    os._exit(0)",
         "exits": f"import sys\n\ndef {NAME}(*args):\n    sys.exit('enough')",
         "loud": LOUD,
+        "endless": f"def {NAME}(*args):\n    while True:\n        pass",
         "nameless": "answer = 7",
         "needs": f"import no_such_package as p\n\ndef {NAME}(*args):\n    return p.answer(*args)",
     }
@@ -66,7 +67,8 @@ def test_every_learner_gets_a_verdict(tmp_path: Path) -> None:
     assert {learner: row["verdict"] for learner, row in rows.items()} == {
         "absent": "missing",
         "broken": "syntax error",
-        "exits": "crashed",
+        "endless": "failed",
+        "exits": "failed",
         "leaves": "crashed",
         "loud": "passed",
         "nameless": "missing",
