@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..plan.errors import require
+from ..plan.errors import InputError, require
 from . import mode
 from .kept import PREDICTED, record
 
@@ -27,6 +27,12 @@ class Prediction:
 
     @value.setter
     def value(self, number: float) -> None:
+        require(
+            math.isfinite(number),
+            "a prediction is a finite number",
+            got=repr(number),
+            where=f"predict({self.name!r}, ...)",
+        )
         _committed[self.name] = float(number)
         if why := record(PREDICTED, self.name):
             print(why)
@@ -34,6 +40,11 @@ class Prediction:
     @property
     def is_default(self) -> bool:
         return self.name not in _committed
+
+    @property
+    def said(self) -> str:
+        """HTML for beside the box: what was committed, once something was."""
+        return "" if self.is_default else f'<span role="status">you said {self._with_unit(self.value)}</span>'
 
     def versus(self, found: float, what: str = "measured") -> str:
         """One sentence that sets the prediction beside what was found."""
@@ -87,10 +98,21 @@ def _box(prediction: Prediction) -> Any:
         tooltip=prediction.question,
         layout=widgets.Layout(width="14em"),
     )
+    commit = widgets.Button(
+        description="Commit", tooltip="this is my prediction", layout=widgets.Layout(width="auto")
+    )
+    said = widgets.HTML(prediction.said)
 
-    def commit(change: dict) -> None:
-        prediction.value = change["new"]
+    def committed(_: Any) -> None:
+        """On a click, or on leaving the box with another number; the default counts once it is committed."""
+        try:
+            prediction.value = number.value
+        except InputError as error:
+            said.value = f'<span role="alert">{error.rule}</span>'
+        else:
+            said.value = prediction.said
 
-    number.observe(commit, names="value")
+    number.observe(committed, names="value")
+    commit.on_click(committed)
     unit = widgets.Label(prediction.unit)
-    return widgets.VBox([widgets.Label(prediction.question), widgets.HBox([number, unit])])
+    return widgets.VBox([widgets.Label(prediction.question), widgets.HBox([number, unit, commit, said])])

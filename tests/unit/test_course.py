@@ -555,3 +555,20 @@ def test_exercises_work_where_python_drops_docstrings() -> None:
     command = [sys.executable, "-OO", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "failed"]
+
+
+def test_the_default_can_be_ones_own_prediction_too() -> None:
+    from gpipe_lab.course.predict import _box
+
+    guess = predict("test-agree", "How long?", 600, "ms")
+    number, _, commit, said = _box(guess).children[1].children
+    assert guess.is_default and said.value == ""
+    commit.click()
+    assert not guess.is_default and "you said 600 ms" in said.value
+    assert guess.versus(600).startswith("you said 600 ms")
+    number.value = float("nan")
+    assert guess.value == 600 and "finite" in said.value
+    _, _, _, reopened = _box(predict("test-agree", "How long?", 600, "ms")).children[1].children
+    assert "you said 600 ms" in reopened.value
+    with pytest.raises(InputError, match="finite"):
+        guess.value = float("inf")
