@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -44,6 +45,23 @@ def enable() -> bool:
     return True
 
 
+def raise_on_failed_commands(shell: Any) -> None:
+    """A shell command (`!false`) that fails raises at its line, whatever the version of IPython."""
+    if shell.has_trait("system_raise_on_error"):
+        shell.system_raise_on_error = True
+        return
+    system = shell.system
+
+    @wraps(system)
+    def checked(command: str) -> None:
+        system(command)
+        code = shell.user_ns.get("_exit_code", 0)
+        if code:
+            raise subprocess.CalledProcessError(code, command)
+
+    shell.system = checked
+
+
 class Watch:
     """What cells have started, and what of it has failed and not been reported."""
 
@@ -60,7 +78,7 @@ class Watch:
 
     def install(self) -> None:
         shell = self.kernel.shell
-        shell.system_raise_on_error = True  # a shell command that fails raises at its line
+        raise_on_failed_commands(shell)
         self._watch_tracebacks(shell)
         self._watch_threads()
         self._watch_processes()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
 
 from gpipe_lab import check, claim, claims, doctor, hint, predict, progress, solution, track
 from gpipe_lab.course import exercise, kept, strict
@@ -572,3 +573,19 @@ def test_the_default_can_be_ones_own_prediction_too() -> None:
     assert "you said 600 ms" in reopened.value
     with pytest.raises(InputError, match="finite"):
         guess.value = float("inf")
+
+
+class OlderShell(InteractiveShell):
+    """IPython before it could raise for failed commands by itself."""
+
+    def has_trait(self, name: str) -> bool:
+        return name != "system_raise_on_error" and super().has_trait(name)
+
+
+@pytest.mark.parametrize("kind", [InteractiveShell, OlderShell])
+def test_a_shell_command_that_fails_raises_whatever_the_version_of_ipython(kind: type) -> None:
+    shell = kind()
+    strict.raise_on_failed_commands(shell)
+    shell.system("true")
+    with pytest.raises(subprocess.CalledProcessError):
+        shell.system("exit 3")
