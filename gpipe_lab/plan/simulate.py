@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +12,7 @@ from operator import itemgetter
 from typing import Protocol
 
 from .errors import require
-from .ops import COMPUTE, SENDS, Kind, Op, peer, sent
+from .ops import COMPUTE, SENDS, B, F, I, Kind, Op, R, W, peer, sent
 from .schedule import Schedule
 from .trace import COMM_LANE, COMPUTE_LANE, SIMULATED, Event, Row, Trace
 from .validate import validate
@@ -80,19 +81,18 @@ class Costs:
 
     def duration_ms(self, op: Op, schedule: Schedule) -> float:
         num_segments = 1 + schedule.last_segment.get((op.stage, op.microbatch), 0)
-        match op.kind:
-            case Kind.F:
-                return self._of("forward", op.stage, schedule)
-            case Kind.B:
-                return self._of("backward", op.stage, schedule) / num_segments
-            case Kind.R:
-                name = "forward" if self.recompute is None else "recompute"
-                return self._of(name, op.stage, schedule) / num_segments
-            case Kind.I | Kind.W:
-                name = "backward_input" if op.kind is Kind.I else "backward_weight"
-                if getattr(self, name) is None:
-                    return self._of("backward", op.stage, schedule) / 2
-                return self._of(name, op.stage, schedule)
+        if op.kind is F:
+            return self._of("forward", op.stage, schedule)
+        if op.kind is B:
+            return self._of("backward", op.stage, schedule) / num_segments
+        if op.kind is R:
+            name = "forward" if self.recompute is None else "recompute"
+            return self._of(name, op.stage, schedule) / num_segments
+        if op.kind in (I, W):
+            name = "backward_input" if op.kind is I else "backward_weight"
+            if getattr(self, name) is None:
+                return self._of("backward", op.stage, schedule) / 2
+            return self._of(name, op.stage, schedule)
         return 0.0
 
     def delay_ms(self, op: Op, schedule: Schedule) -> float:
@@ -206,21 +206,17 @@ def costs_of(trace: Trace, *, send: Cost = 0.0) -> Costs:
 
     assert trace.schedule is not None, "a trace carries its schedule"
 
+    totals: dict[tuple[Kind, int], dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    for e in trace.computations:
+        totals[e.op.kind, e.op.stage][e.op.microbatch] += e.duration_ms  # a backward's segments together
+
     def per_stage(kind: Kind) -> list[float] | None:
         assert trace.schedule is not None
-        stages = []
-        for stage in range(trace.schedule.num_stages):
-            totals: dict[int, float] = {}
-            for e in trace.computations:
-                if e.op.kind is kind and e.op.stage == stage:
-                    totals[e.op.microbatch] = totals.get(e.op.microbatch, 0.0) + e.duration_ms
-            if not totals:
-                return None
-            stages.append(median(totals.values()))
-        return stages
+        found = [totals[kind, stage].values() for stage in range(trace.schedule.num_stages)]
+        return [median(times) for times in found] if all(found) else None
 
-    forward, backward = per_stage(Kind.F), per_stage(Kind.B)
-    inputs, weights = per_stage(Kind.I), per_stage(Kind.W)
+    forward, backward = per_stage(F), per_stage(B)
+    inputs, weights = per_stage(I), per_stage(W)
     if backward is None and inputs is not None and weights is not None:
         backward = [i + w for i, w in zip(inputs, weights, strict=True)]
     return Costs(
@@ -228,6 +224,6 @@ def costs_of(trace: Trace, *, send: Cost = 0.0) -> Costs:
         backward=backward if backward is not None else 0.0,
         backward_input=inputs,
         backward_weight=weights,
-        recompute=per_stage(Kind.R),
+        recompute=per_stage(R),
         send=send,
     )

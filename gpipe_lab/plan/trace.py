@@ -94,6 +94,13 @@ class Trace:
         trace.__dict__["_layout"] = layout
         return trace
 
+    def __getattr__(self, name: str) -> Any:
+        """The events that have not been asked for yet; no other name is found here."""
+        if name != "events" or "_layout" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        self.__dict__["events"] = self.__dict__["_layout"].events
+        return self.__dict__["events"]
+
     def __getstate__(self) -> dict[str, object]:
         """What pickle sends: the fields, not what has been worked out from them."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
@@ -184,19 +191,9 @@ class Trace:
         the first event; `otherData` says what ran and whether it was simulated or measured.
         """
         path = Path(path)
-        content = document(self, LANES, messages(self) or handovers(self))
+        content = chrome_document(self)
         path.write_text(json.dumps(content, allow_nan=False), encoding="utf-8")
         return path
-
-
-def _events(trace: Trace) -> tuple[Event, ...]:
-    return trace.__dict__["_layout"].events
-
-
-# A field that is read late: `Trace.laid_out` leaves it out of the instance, where it is found otherwise.
-_late_events = cached_property(_events)
-_late_events.__set_name__(Trace, "events")
-Trace.events = _late_events  # type: ignore
 
 
 LANES = (COMPUTE_LANE, WAIT_LANE, COMM_LANE)
@@ -228,19 +225,20 @@ SHORTEST_US = 0.001  # a slice of no length could not hold an arrow's end
 _THREADS_A_LANE = 1000
 
 
-def document(trace: Trace, lanes: Sequence[str], arrows: Sequence[tuple[Event, Event]]) -> dict[str, Any]:
-    """The JSON object: slices, an arrow from the first to the second event of each pair, and the origin."""
+def chrome_document(trace: Trace) -> dict[str, Any]:
+    """The JSON object: slices, an arrow for every message or else handover, and what ran."""
     start_ms = min((event.start_ms for event in trace.events), default=0.0)
     threads = {
         event: lane * _THREADS_A_LANE + row
         for rank in range(trace.num_ranks)
-        for lane, name in enumerate(lanes)
+        for lane, name in enumerate(LANES)
         for event, row in _rows([e for e in trace.events if e.rank == rank and e.lane == name])
     }
+    arrows = enumerate(messages(trace) or handovers(trace))
     events = [
-        *_names(trace, lanes, threads),
+        *_names(trace, threads),
         *(_slice(event, threads[event], start_ms, trace.source) for event in trace.events),
-        *(end for number, pair in enumerate(arrows) for end in _arrow(number, pair, threads, start_ms)),
+        *(end for number, pair in arrows for end in _arrow(number, pair, threads, start_ms)),
     ]
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": _provenance(trace)}
 
@@ -256,13 +254,13 @@ def _rows(events: Sequence[Event]) -> Iterator[tuple[Event, int]]:
         yield event, row
 
 
-def _names(trace: Trace, lanes: Sequence[str], threads: dict[Event, int]) -> Iterator[dict[str, Any]]:
+def _names(trace: Trace, threads: dict[Event, int]) -> Iterator[dict[str, Any]]:
     for rank in range(trace.num_ranks):
         yield _metadata("process_name", rank, {"name": f"rank {rank}"})
         yield _metadata("process_sort_index", rank, {"sort_index": rank})
         for thread in sorted({thread for event, thread in threads.items() if event.rank == rank}):
             lane, row = divmod(thread, _THREADS_A_LANE)
-            name = lanes[lane] if row == 0 else f"{lanes[lane]} {row + 1}"
+            name = LANES[lane] if row == 0 else f"{LANES[lane]} {row + 1}"
             yield _metadata("thread_name", rank, {"name": name}, thread)
             yield _metadata("thread_sort_index", rank, {"sort_index": thread}, thread)
 

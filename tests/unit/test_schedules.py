@@ -1,3 +1,4 @@
+import doctest
 import itertools
 import pickle
 import time
@@ -8,7 +9,7 @@ from plan_oracle import GRIDS, LARGE, B, F, needed
 
 import gpipe_lab as gl
 from gpipe_lab import Kind, Op
-from gpipe_lab.plan import formulas
+from gpipe_lab.plan import formulas, schedules
 from gpipe_lab.plan.partition import uniform
 
 TRAINING = ["naive", "gpipe", "one_f_one_b"]
@@ -16,6 +17,11 @@ TRAINING = ["naive", "gpipe", "one_f_one_b"]
 
 def every_op(num_stages, num_microbatches, kinds):
     return {Op(k, s, m) for k in kinds for s in range(num_stages) for m in range(num_microbatches)}
+
+
+def test_the_pictures_in_the_docstrings_are_true():
+    found = doctest.testmod(schedules)
+    assert (found.failed, found.attempted) == (0, len(gl.SCHEDULES) + 1)
 
 
 @pytest.mark.parametrize("name", TRAINING)

@@ -10,7 +10,7 @@ from plan_oracle import GRIDS, RECV_B, RECV_F, SEND_B, SEND_F, B, F, R, authored
 
 import gpipe_lab as gl
 from gpipe_lab import Costs, Event, Op, Trace
-from gpipe_lab.plan.trace import LANES, MEASURED, document, handovers, messages
+from gpipe_lab.plan.trace import MEASURED, chrome_document, handovers, messages
 
 
 def hand_made() -> Trace:
@@ -180,7 +180,7 @@ def trace_event_format(events):
 def test_chrome_export_keeps_to_the_format(name, num_stages, num_microbatches, send, lowered):
     schedule = gl.SCHEDULES[name](num_stages, num_microbatches)
     trace = gl.simulate(gl.lower(schedule) if lowered else schedule, Costs(send=send))
-    events = document(trace, LANES, messages(trace) or handovers(trace))["traceEvents"]
+    events = chrome_document(trace)["traceEvents"]
     assert list(trace_event_format(events)) == []
     slices = [e for e in events if e["ph"] == "X"]
     ends = [e for e in events if e["ph"] in "sf"]
@@ -202,7 +202,7 @@ def test_messages_that_overlap_get_threads_of_their_own():
     trace = hand_made()
     sends = [Event(0, "comm", Op(SEND_F, 0, m), 10.0 + m, 20.0 + m) for m in range(3)]
     crowded = replace(trace, events=(*trace.events, *sends), schedule=None)
-    events = document(crowded, LANES, ())["traceEvents"]
+    events = chrome_document(crowded)["traceEvents"]
     assert list(trace_event_format(events)) == []
     names = {e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == 0}
     assert {"comm", "comm 2", "comm 3"} <= names
