@@ -8,6 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from .plan.analysis import critical_path, take_apart
 from .plan.errors import InputError, ScheduleError
 from .plan.lowering import lower
 from .plan.memory import (
@@ -35,6 +36,7 @@ from .plan.schedules import (
     zero_bubble_v,
 )
 from .plan.simulate import Costs, costs_of, replay, simulate
+from .plan.torch_csv import from_csv, to_csv
 from .plan.trace import Event, Trace
 from .plan.validate import validate
 
@@ -48,10 +50,7 @@ _LAZY: dict[str, str] = {
     "PipelineLost": "gpipe_lab.lab.failures",
     "RankFailed": "gpipe_lab.lab.failures",
     "RunStopped": "gpipe_lab.lab.failures",
-    "critical_path": "gpipe_lab.plan.analysis",
     "search": "gpipe_lab.planner.search",
-    "take_apart": "gpipe_lab.plan.analysis",
-    **dict.fromkeys(("from_csv", "to_csv"), "gpipe_lab.plan.torch_csv"),
     "batch": "gpipe_lab.engine.models",
     "corpus": "gpipe_lab.engine.models",
     "gpt": "gpipe_lab.engine.models",
@@ -96,6 +95,12 @@ _LAZY: dict[str, str] = {
 }
 
 
+# What people try first works too: functions that build on a schedule or a trace, as methods of theirs.
+for _function in (validate, lower, with_recompute, peak_in_flight, to_csv):
+    setattr(Schedule, _function.__name__, _function)
+setattr(Trace, critical_path.__name__, critical_path)
+
+
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -124,9 +129,11 @@ __all__ = [
     "StageBytes",
     "Trace",
     "costs_of",
+    "critical_path",
     "dependencies",
     "dualpipe_v",
     "forward_only",
+    "from_csv",
     "gpipe",
     "in_flight",
     "interleaved",
@@ -138,6 +145,8 @@ __all__ = [
     "replicate",
     "simulate",
     "simulate_memory",
+    "take_apart",
+    "to_csv",
     "validate",
     "with_recompute",
     "zero_bubble_h1",

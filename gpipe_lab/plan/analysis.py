@@ -106,16 +106,9 @@ def take_apart(trace: Trace) -> Bubble:
     free messages and no recompute therefore leave fill, middle and drain only.
     Raises `InputError` for a trace without its schedule.
     """
-    require(
-        trace.schedule is not None,
-        "a bubble is taken apart by laying out a trace's schedule again",
-        got="a trace without one",
-        where="take_apart",
-        remedy="Trace(events, source, schedule)",
-    )
-    assert trace.schedule is not None
-    rows = tuple(tuple(op for op in row if op.kind in COMPUTE) for row in trace.schedule.ops)
-    schedule = replace(trace.schedule, ops=rows)
+    authored = _schedule_of(trace, "take_apart")
+    rows = tuple(tuple(op for op in row if op.kind in COMPUTE) for row in authored.ops)
+    schedule = replace(authored, ops=rows)
     own = {e.op: e.duration_ms for e in trace.computations}
     parts = dict.fromkeys(PARTS, 0.0)
     total = trace.makespan_ms * trace.num_ranks
@@ -127,15 +120,26 @@ def take_apart(trace: Trace) -> Bubble:
         if gain > NOISE * total:
             parts[cause], left, times = gain, without, changed
     parts |= _shape(left)
-    spans = _spans(trace).values()
     return Bubble(
         parts,
         busy_ms=sum(own.values()),
         makespan_ms=trace.makespan_ms,
         num_ranks=trace.num_ranks,
-        longest_span_ms=max((end - start for start, end in spans), default=0.0),
+        longest_span_ms=max((end - start for start, end in _spans(trace)), default=0.0),
         source=trace.source,
     )
+
+
+def _schedule_of(trace: Trace, where: str) -> Schedule:
+    require(
+        trace.schedule is not None,
+        "what a trace is made of follows from its schedule, so it carries one",
+        got="a trace without a schedule",
+        where=where,
+        remedy="Trace(events, source, schedule)",
+    )
+    assert trace.schedule is not None
+    return trace.schedule
 
 
 def _evened(times: dict[Op, float]) -> dict[Op, float]:
@@ -156,30 +160,25 @@ def _spared(times: dict[Op, float]) -> dict[Op, float]:
 
 
 def _idle(trace: Trace) -> float:
-    return trace.makespan_ms * trace.num_ranks - sum(e.duration_ms for e in trace.computations)
+    busy = sum(trace.busy_ms(rank) for rank in range(trace.num_ranks))
+    return trace.makespan_ms * trace.num_ranks - busy
 
 
-def _spans(trace: Trace) -> dict[int, tuple[float, float]]:
-    """Each rank's first start and last end; a rank without work has no span."""
-    spans: dict[int, tuple[float, float]] = {}
-    for e in trace.computations:
-        start, end = spans.get(e.rank, (e.start_ms, e.end_ms))
-        spans[e.rank] = min(start, e.start_ms), max(end, e.end_ms)
-    return spans
+def _spans(trace: Trace) -> list[tuple[float, float]]:
+    """Every rank's first start and last end. A rank without work only drains."""
+    start = trace.start_ms
+    return [(min(row.starts, default=start), max(row.ends, default=start)) for row in trace.rows]
 
 
 def _shape(trace: Trace) -> dict[str, float]:
-    """Idle time before, within and after the ranks' own work. A rank without work only drains."""
+    """Idle time before, within and after the ranks' own work."""
     start, end = trace.start_ms, trace.start_ms + trace.makespan_ms
     spans = _spans(trace)
-    busy: dict[int, float] = defaultdict(float)
-    for e in trace.computations:
-        busy[e.rank] += e.duration_ms
-    spans = {rank: spans.get(rank, (start, start)) for rank in range(trace.num_ranks)}
+    middles = [last - first - trace.busy_ms(rank) for rank, (first, last) in enumerate(spans)]
     return {
-        "fill": sum(first - start for first, _ in spans.values()),
-        "middle": sum(max(0.0, last - first - busy[rank]) for rank, (first, last) in spans.items()),
-        "drain": sum(end - last for _, last in spans.values()),
+        "fill": sum(first - start for first, _ in spans),
+        "middle": sum(max(0.0, middle) for middle in middles),
+        "drain": sum(end - last for _, last in spans),
     }
 
 
@@ -259,13 +258,6 @@ def critical_path(trace: Trace) -> CriticalPath:
     an operation waited beyond its reason belongs to the step before it ("message" or "pause").
     Raises `InputError` for a trace without its schedule.
     """
-    require(
-        trace.schedule is not None,
-        "a critical path follows the dependencies of a trace's schedule",
-        got="a trace without one",
-        where="critical_path",
-        remedy="Trace(events, source, schedule)",
-    )
     return CriticalPath(tuple(reversed(list(_backwards(trace)))))
 
 
@@ -290,8 +282,7 @@ class Reasons:
     """Why each computation of a trace started no sooner."""
 
     def __init__(self, trace: Trace) -> None:
-        assert trace.schedule is not None, "checked before"
-        self.schedule = trace.schedule
+        self.schedule = _schedule_of(trace, "critical_path")
         self.ran = {e.op: e for e in trace.computations}
         self.before: dict[Op, Event] = {}  # the computation before it on its rank
         last: dict[int, Event] = {}

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from .errors import require
-from .ops import BACKWARD, Kind, Op
+from .ops import BACKWARD, B, F, I, Op, R, W
 from .schedule import Schedule
 from .trace import Trace
 
@@ -117,14 +117,11 @@ def in_flight(schedule: Schedule, rank: int) -> tuple[int, ...]:
 
     A micro-batch is held from its F until its B is done, or its W where the backward is split.
     """
-    held = 0
-    counts = []
-    for op in schedule.ops[rank]:
-        split = Op(Kind.W, op.stage, op.microbatch) in schedule.rank_of
-        releases = Kind.W if split else Kind.B
-        if op.kind is Kind.F and schedule.trains:
+    counts, held = [], 0
+    for kind, _, _, segment in schedule.ops[rank]:
+        if kind is F and schedule.trains:
             held += 1
-        elif op.kind is releases and op.segment == 0:
+        elif kind is W or (kind is B and segment == 0):
             held -= 1
         counts.append(held)
     return tuple(counts)
@@ -202,19 +199,19 @@ def _changes(op: Op, schedule: Schedule, size: StageBytes) -> list[tuple[str, in
         return []
     key = (op.stage, op.microbatch)
     num_segments = 1 + schedule.last_segment.get(key, 0)
-    recomputes = Op(Kind.R, *key) in schedule.rank_of
-    split = Op(Kind.W, *key) in schedule.rank_of
+    recomputes = Op(R, *key) in schedule.rank_of
+    split = Op(W, *key) in schedule.rank_of
     parts = size.parts(num_segments)
     given, saved = parts[op.segment]
     restored = saved - given
-    if op.kind is Kind.F:
+    if op.kind is F:
         kept = sum(given for given, _ in parts)
         return [("boundary", kept)] if recomputes else [("saved", size.saved)]
-    if op.kind is Kind.R:
+    if op.kind is R:
         return [("recomputed", restored)]
-    if split and op.kind is Kind.I:
+    if split and op.kind is I:
         return [("deferred", size.deferred)] if size.deferred else []
-    if op.kind not in BACKWARD or (split and op.kind is not Kind.W):
+    if op.kind not in BACKWARD or (split and op.kind is not W):
         return []
     waited = [("deferred", -size.deferred)] if split and size.deferred else []
     if recomputes:

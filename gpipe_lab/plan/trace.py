@@ -117,7 +117,7 @@ class Trace:
         return 1 + max((e.rank for e in self.events), default=-1)
 
     @cached_property
-    def _rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[Row, ...]:
         """The computations of every rank, in the order of the events."""
         layout = self.__dict__.get("_layout")
         if layout is not None:
@@ -131,15 +131,15 @@ class Trace:
 
     @cached_property
     def start_ms(self) -> float:
-        return min((min(row.starts) for row in self._rows if row.starts), default=0.0)
+        return min((min(row.starts) for row in self.rows if row.starts), default=0.0)
 
     @cached_property
     def makespan_ms(self) -> float:
         """From the first computation's start to the last one's end."""
-        return max((max(row.ends) for row in self._rows if row.ends), default=0.0) - self.start_ms
+        return max((max(row.ends) for row in self.rows if row.ends), default=0.0) - self.start_ms
 
     def busy_ms(self, rank: int, kinds: frozenset[Kind] = COMPUTE) -> float:
-        row = self._rows[rank]
+        row = self.rows[rank]
         if kinds is COMPUTE:
             return sum(map(sub, row.ends, row.starts))
         return sum([end - start for kind, start, end in zip(*row, strict=True) if kind in kinds])

@@ -1,3 +1,4 @@
+import dataclasses
 import doctest
 import itertools
 import pickle
@@ -164,6 +165,19 @@ def test_numpy_counts_are_counts():
     assert gl.gpipe(np.int64(2), np.int32(3)) == gl.gpipe(2, 3)
     assert type(gl.gpipe(2, np.int64(3)).num_microbatches) is int
     gl.validate(gl.gpipe(np.int64(2), np.int32(3)))
+
+
+def test_what_builds_on_a_schedule_or_a_trace_is_a_method_too():
+    schedule = gl.one_f_one_b(2, 3)
+    schedule.validate()
+    assert schedule.lower(hoist=0) == gl.lower(schedule, hoist=0)
+    assert schedule.with_recompute("always") == gl.with_recompute(schedule, "always")
+    assert schedule.peak_in_flight() == gl.peak_in_flight(schedule)
+    assert schedule.to_csv() == gl.to_csv(schedule)
+    trace = gl.simulate(schedule)
+    assert trace.critical_path() == gl.critical_path(trace)
+    with pytest.raises(gl.ScheduleError, match="no 0B2"):
+        dataclasses.replace(schedule, ops=(schedule.ops[0][:-1], schedule.ops[1])).validate()
 
 
 def test_a_schedule_is_a_value():
