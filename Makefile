@@ -17,9 +17,9 @@ JUPYTER_FLAGS ?= $(if $(filter 0,$(shell id -u)),--allow-root)
 lab: $(READY)
 	$(BIN)/jupyter lab notebooks/00_*.ipynb $(JUPYTER_FLAGS)
 
-# What holds a time runs alone; the rest runs two at a time, chapters, which often wait, three.
+# What holds a time runs alone; the rest, tests and chapters, often waits and runs three at a time.
 test: $(READY)
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not alone" tests
+	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "not slow and not alone" tests
 	$(BIN)/python -m pytest -q -m "alone and not slow" tests
 	$(BIN)/python -m pytest -q -n 3 --maxschedchunk 1 --nbmake --nbmake-timeout=300 notebooks
 

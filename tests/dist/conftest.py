@@ -18,13 +18,3 @@ def lab_of():
     yield get
     for lab in made.values():
         lab.close()
-
-
-# Modules that hold how soon a failure is named, or measure a pace.
-ALONE = {"test_exchanges", "test_fault_matrix", "test_faults", "test_pacing", "test_pool"}
-
-
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if item.path.stem in ALONE:
-            item.add_marker(pytest.mark.alone)

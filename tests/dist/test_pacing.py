@@ -7,6 +7,8 @@ from torch import nn
 
 import gpipe_lab as gl
 
+pytestmark = pytest.mark.alone
+
 
 def make_model(num_layers=4):
     torch.manual_seed(0)
@@ -78,7 +80,7 @@ def test_a_link_holds_every_message(lab_of):
 
 
 def test_a_receive_posted_when_it_is_needed_waits_for_the_whole_delay(lab_of):
-    """However long an operation is held: nothing is posted in that time where nothing is to be posted ahead."""
+    """However long an operation is held: where nothing is to be posted ahead, nothing is posted in that time."""
     pace = gl.Pace(forward_ms=20, backward_ms=20, link_ms=15)
     schedule = gl.gpipe(2, 4)
     measured, simulated = [], []

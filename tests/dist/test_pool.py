@@ -240,6 +240,7 @@ def test_a_consequence_is_not_blamed(lab):
         lab.call(lose, everywhere(lab))
 
 
+@pytest.mark.alone
 def test_a_consequence_without_a_cause_is_told_soon(lab):
     def lose(context):
         if context.rank == 0:
@@ -335,6 +336,7 @@ def test_every_op_fits_on_the_board():
 # Stopping
 
 
+@pytest.mark.alone
 def test_stop_from_another_thread_ends_the_call(lab):
     before = pids(lab)
     stopped_at = []
@@ -360,6 +362,7 @@ def test_a_time_limit_says_where_the_ranks_were(lab):
         lab.call(hang, everywhere(lab), timeout=0.3)
 
 
+@pytest.mark.alone
 def test_a_rank_that_holds_the_interpreter_is_killed(lab):
     def hold(context):
         context.report(None)
@@ -437,6 +440,7 @@ def test_arguments_for_another_number_of_ranks_are_refused(lab):
 # How long it takes
 
 
+@pytest.mark.alone
 def test_a_lab_of_eight_is_ready_soon(lab):
     def start():
         begin = time.perf_counter()
@@ -446,6 +450,7 @@ def test_a_lab_of_eight_is_ready_soon(lab):
     within(0.5, start, "lab of 8, not the first")
 
 
+@pytest.mark.alone
 def test_an_empty_job_is_quick(lab):
     def empty(run):
         times = []
@@ -461,6 +466,7 @@ def test_an_empty_job_is_quick(lab):
         within(0.005, lambda: empty(lambda: eight.launch(lambda context: None)), "empty launch on 8")
 
 
+@pytest.mark.alone
 def test_resizing_is_quick():
     def resize():
         with Lab(4, device="cpu") as lab:
@@ -472,6 +478,7 @@ def test_resizing_is_quick():
     within(1.0, resize, "resize from 4 to 6 and the next launch")
 
 
+@pytest.mark.alone
 def test_a_run_after_a_failure_is_quick(lab):
     def fail_and_run():
         with pytest.raises(RankFailed):
@@ -483,6 +490,7 @@ def test_a_run_after_a_failure_is_quick(lab):
     within(0.5, fail_and_run, "the call after a failed one")
 
 
+@pytest.mark.alone
 def test_marking_the_board_is_cheap(lab):
     def mark(context):
         op = Op(Kind.B, 2, 1)
