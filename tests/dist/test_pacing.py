@@ -80,7 +80,7 @@ def test_a_link_holds_every_message(lab_of):
 
 
 def test_a_receive_posted_when_it_is_needed_waits_for_the_whole_delay(lab_of):
-    """However long an operation is held: where nothing is to be posted ahead, nothing is posted in that time."""
+    """However long an operation is held: where none is to be posted ahead, none is posted in that time."""
     pace = gl.Pace(forward_ms=20, backward_ms=20, link_ms=15)
     schedule = gl.gpipe(2, 4)
     measured, simulated = [], []
