@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch.profiler import record_function
 from torch.utils.flop_counter import FlopCounterMode
 
+from ..plan.errors import InputError
 from ..plan.memory import MemoryRow
 from ..plan.ops import COMPUTE, RECEIVES, SENDS, Kind, Op
 from ..plan.schedule import Schedule, dependencies, send_of
@@ -101,9 +103,7 @@ class Executor:
         """
         signatures = [f"{signature} {job.step.gradients}" for signature in job.signatures]
         microbatches = {op.microbatch for op in job.schedule.ops[self.rank]}
-        is_agreeing = (
-            self.agreements.bring_news([signatures[m] for m in microbatches]) or self.agreements.is_open
-        )
+        is_agreeing = self.agreements.begin([signatures[m] for m in microbatches])
         schedule = job.first_schedule if is_agreeing else job.schedule
         transport.open_links(schedule)
         posts_ahead = job.pace is not None and job.posts_ahead and transport.in_any_order and not is_agreeing
@@ -164,25 +164,41 @@ class Step:
         self.outputs: dict[int, Tree] = {}
         self.values: dict[Op, Value] = {}  # by the operation that made or received them
         self.overran = 0
+        self.refusal: InputError | None = None  # why this rank has given the step up, and where
+        self.refused_at: Op | None = None
 
     def run(self) -> RankResult:
-        """Gradients accumulate, and their sums are still to be finished."""
+        """Gradients accumulate, and their sums are still to be finished.
+
+        An operation that breaks a rule ends the work of this rank (`refusal`), not its part in the exchange of
+        messages: so all ranks come to the end of the step, where they learn of it, and the weights stay.
+        """
         self.device.begin_step()
         self.ledger.begin(self.device.stamp())
         for index, op in enumerate(self.schedule.ops[self.rank]):
             self.board.mark(op)
             self.ledger.doing = op
-            if op.kind in COMPUTE:
-                self._compute(op, index)
-            elif op.kind in SENDS:
-                self.send(op)
-            elif op.kind in RECEIVES and not self.mailbox.expects(op):
-                self.post(op)
+            if self.refusal is None:
+                with self.refusing(op):
+                    self._do(op, index)
+            if self.refusal is not None:
+                self.mailbox.pass_over(op)
         self.board.mark(op, waits=True)
+        if self.refusal is not None:
+            self.mailbox.drain()
         self.mailbox.settle(wait=True)
         result = self._measured()
         self.board.clear()  # not before the device has come to its end: what hangs there is in this step
         return result
+
+    def abandon(self) -> None:
+        """Let go of what a step that was given up has left."""
+        self.values.clear()
+        for category in ("communication", "boundary", "outputs", "deferred"):
+            self.ledger.drop(category)
+        for stage in self.stages.values():
+            stage.abandon()
+        self.gradients.abandon()
 
     def _measured(self) -> RankResult:
         """What the step brings home, once the device has done all of it."""
@@ -197,6 +213,23 @@ class Step:
             overran=self.overran,
             allocator_peak_bytes=self.device.peak_bytes(),
         )
+
+    @contextmanager
+    def refusing(self, op: Op | None = None) -> Iterator[None]:
+        """A rule that is broken within is the reason why this rank gives the step up, unless it has one."""
+        try:
+            yield
+        except InputError as error:
+            if self.refusal is None:
+                self.refusal, self.refused_at = error, op
+
+    def _do(self, op: Op, index: int) -> None:
+        if op.kind in COMPUTE:
+            self._compute(op, index)
+        elif op.kind in SENDS:
+            self.send(op)
+        elif op.kind in RECEIVES and not self.mailbox.expects(op):
+            self.post(op)
 
     def _compute(self, op: Op, index: int) -> None:
         for needed in self.needs[op]:

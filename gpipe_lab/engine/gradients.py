@@ -113,6 +113,14 @@ class GradientBook:
         found = [p.grad for p in self.parameters.values() if p.grad is not None]
         self._keys = self.ledger.hold("gradients", found)
 
+    def abandon(self) -> None:
+        """Drop this step's gradients and keep the earlier ones."""
+        self._sums.clear()
+        for name, parameter in self.parameters.items():
+            parameter.grad = self._earlier.get(name)
+        self._earlier.clear()
+        self._count_anew()
+
     def zero(self) -> None:
         for parameter in self.parameters.values():
             parameter.grad = None

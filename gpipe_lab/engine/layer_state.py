@@ -127,6 +127,13 @@ class RunningStatistics:
             gathered.commit()
         self._gathered = {}
 
+    def abandon(self) -> None:
+        """Forget what the step has gathered."""
+        for gathered in self._gathered.values():
+            gathered.uses.clear()
+        self.end()
+        self.recomputing = False
+
     def _watch(self, layer: nn.Module, inputs: Any) -> None:
         if layer in self._gathered and not self.recomputing:
             self._gathered[layer].add(inputs[0])

@@ -73,6 +73,14 @@ class Ledger:
         for key in keys:
             self._release(index, key)
 
+    def drop(self, category: str) -> None:
+        """Release all that is held in one category."""
+        index = _INDEX[category]
+        with self._lock:
+            for key in [key for key, storage in self._storages.items() if index in storage.counts]:
+                self._storages[key].counts[index] = 1
+                self._release(index, key)
+
     def _hold(self, index: int, memory: torch.UntypedStorage) -> int | None:
         """Count one storage; its key, or None where it has no bytes."""
         size = memory.nbytes()

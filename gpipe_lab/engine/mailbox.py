@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from ..plan.ops import SENDS, TRANSFERS, Kind, Op
+from ..plan.ops import RECEIVES, SENDS, TRANSFERS, Kind, Op
 from ..plan.schedule import Schedule, peer
 from ..plan.trace import COMM_LANE, WAIT_LANE, Event
 from .batch import Tree
 from .device import Device
 from .ledger import Ledger
-from .messages import Message, MessageMeta, pack
+from .messages import Message, MessageMeta, NothingCame, check_agreed, pack
 from .transport import Incoming, Sent, Transport, tag_of
 
 
@@ -62,33 +62,56 @@ class Value:
     category: str = "communication"  # and what it counted as until then
 
 
-class Agreements:
-    """Which messages both ends of every boundary have agreed on, by transfer and input signature.
+Key = tuple[Kind, int, str]  # of messages that are to be alike: kind of send, sending stage, input signature
 
-    It lives as long as the stages do. Every rank of a pipeline has seen the same micro-batches, so each
-    knows without asking whether a step brings something new.
+
+class Agreements:
+    """What both ends of every boundary know of its messages before they come.
+
+    The first message of a key is announced: what it looks like is told ahead of it, and holds for all that
+    follow. Where structure or shape hangs on data that does not hold. A message that is unlike the others
+    makes its step void; in the step that is then taken in its place every message is announced, and those
+    keys whose messages differ are announced from then on. Both ends see the same messages and so know the
+    same. All this lives as long as the stages do.
     """
 
     def __init__(self) -> None:
-        self.metas: dict[tuple[Kind, int, str], MessageMeta] = {}
-        self.seen: set[str] = set()
-        self.is_open = False  # whether some boundary's gradients are told of with each message
+        self._metas: dict[Key, MessageMeta] = {}
+        self._varying: set[Key] = set()
+        self._seen: set[str] = set()
+        self._some_are_announced = False
+        self._all_are_announced = False
 
-    def settle(self, key: tuple[Kind, int, str], meta: MessageMeta) -> None:
-        """Agree on what messages of this kind look like.
+    def known(self, key: Key) -> MessageMeta | None:
+        """What the next message of this key looks like, or None where it is announced."""
+        return None if self._all_are_announced or key in self._varying else self._metas.get(key)
 
-        Absent gradients settle nothing: where control flow hangs on data, the next micro-batch may have them.
+    def learn(self, key: Key, meta: MessageMeta) -> None:
+        """From an announcement, on both ends.
+
+        Absent gradients say nothing: where control flow hangs on data, the next micro-batch may have them.
         """
         if key[0] is Kind.SEND_B and None in meta.leaves:
-            self.is_open = True
-        else:
-            self.metas[key] = meta
+            self._some_are_announced = True
+        elif self._metas.setdefault(key, meta) != meta:
+            self._varying.add(key)
+            self._some_are_announced = True
 
-    def bring_news(self, signatures: Sequence[str]) -> bool:
-        """Whether a step has inputs of a kind not seen before; they are from now on."""
-        new = set(signatures) - self.seen
-        self.seen |= new
-        return bool(new)
+    def begin(self, signatures: Sequence[str]) -> bool:
+        """Whether a step with these inputs here has announcements: each then blocks the host until it comes.
+
+        Every rank of a pipeline has seen the same micro-batches, so each knows without asking.
+        """
+        new = set(signatures) - self._seen
+        self._seen |= new
+        return bool(new) or self._some_are_announced or self._all_are_announced
+
+    def announce_all(self, is_all: bool) -> None:
+        self._all_are_announced = is_all
+
+    def doubt(self) -> None:
+        """A step was given up: what it was to agree on may still be open."""
+        self._seen.clear()
 
 
 class Mailbox:
@@ -119,12 +142,14 @@ class Mailbox:
         self._routes = {op: self._route(op) for op in schedule.ops[rank] if op.kind in TRANSFERS}
         self._incoming: dict[Op, tuple[Incoming, MessageMeta, list[int]]] = {}
         self._outgoing: dict[Op, tuple[Message, list[int], Any]] = {}
+        self._flags: dict[tuple[int, int], list[bool]] = {}  # what needs a gradient of a stage's output
+        self._declined: set[Op] = set()  # receives for which word came that there is nothing
 
     def prepare(self, op: Op, value: Value) -> None:
         """Make a send's message ready, within the operation whose result it is: it can then leave at once."""
         if op.kind is Kind.SEND_B and not value.tree:
             return  # nothing at this boundary needs a gradient, and the other end knows
-        agreed = self.agreements.metas.get(self._routes[op].key)
+        agreed = self.agreements.known(self._routes[op].key)
         if agreed is not None and op.kind is Kind.SEND_B and any(g is None for g in value.tree):
             value.tree = agreed.with_zeros(value.tree, self.device.torch_device)
         place = _Place(op, self.rank)
@@ -138,26 +163,75 @@ class Mailbox:
         if op not in self._outgoing:
             return
         message, keys, made = self._outgoing.pop(op)
+        known = self.agreements.known(self._routes[op].key)
+        if known is not None and known is not message.meta:  # agreed on since the message was made
+            check_agreed(message.meta, known, _Place(op, self.rank))
+        self._let_go(op, message, made, announced=known is None).held = keys
+
+    def _let_go(self, op: Op, message: Message, made: Any, *, announced: bool) -> Sent:
         to, tag, key = self._routes[op]
-        if key not in self.agreements.metas:
-            self.agreements.settle(key, message.meta)
+        if announced:
+            self.agreements.learn(key, message.meta)
             self.transport.tell(message.meta, to, tag)
-        self.transport.send(op, message, to, tag, made).held = keys
+        if op.kind is Kind.SEND_F:
+            self._flags[op.stage, op.microbatch] = message.meta.needs_gradient
         link = (self.rank, to)
         self.bytes_sent[link] = self.bytes_sent.get(link, 0) + message.meta.num_bytes
+        return self.transport.send(op, message, to, tag, made)
 
     def post(self, op: Op) -> None:
-        """Make ready for a message, unless none will come."""
-        if op.kind is Kind.RECV_B and not self._expects_gradients(op):
+        """Make ready for a message, unless none will come. Raises `NothingCame` where it was to be announced."""
+        if op.kind is Kind.RECV_B and not self._needs_gradient(op.stage, op.microbatch):
             return
         source, tag, key = self._routes[op]
-        meta = self.agreements.metas.get(key)
+        meta = self.agreements.known(key)
         if meta is None:
             self.board.mark(op, waits=True)
             meta = self.transport.hear(source, tag)
-            self.agreements.settle(key, meta)
+            if meta is None:
+                self._declined.add(op)
+                raise NothingCame("a step is taken by all ranks or by none", got="word that it was given up")
+            self.agreements.learn(key, meta)
+        if op.kind is Kind.RECV_F:
+            self._flags[op.stage - 1, op.microbatch] = meta.needs_gradient
         incoming = self.transport.receive(meta, source, tag)
         self._incoming[op] = incoming, meta, self.ledger.hold("communication", [incoming.flat])
+
+    def pass_over(self, op: Op) -> None:
+        """Keep to what the other end expects though this rank has given the step up.
+
+        A message whose looks are known goes as zeros, of any other comes word that there is none.
+        """
+        if op.kind in RECEIVES and not self.expects(op) and op not in self._declined:
+            with suppress(NothingCame):
+                self.post(op)
+        elif op.kind is Kind.SEND_F or (
+            op.kind is Kind.SEND_B and self._needs_gradient(op.stage - 1, op.microbatch)
+        ):
+            self._send_nothing(op)
+
+    def _send_nothing(self, op: Op) -> None:
+        to, tag, key = self._routes[op]
+        known = self.agreements.known(key)
+        if known is None:
+            self._flags.setdefault((op.stage, op.microbatch), [])
+            self.transport.tell(None, to, tag)
+        else:
+            zeros = self.device.empty(known.offsets[-1]).zero_()
+            self._let_go(op, Message(known, zeros), self.device.compute.record(), announced=False)
+
+    def _needs_gradient(self, stage: int, microbatch: int) -> bool:
+        """Whether gradients come back for what this stage sends on, or has sent on."""
+        flags = self._flags.get((stage, microbatch))
+        if flags is None:  # it has not been sent yet, so that it is no announced one
+            known = self.agreements.known((Kind.SEND_F, stage, self.signatures[microbatch]))
+            flags = [] if known is None else known.needs_gradient
+        return any(flags)
+
+    def drain(self) -> None:
+        """Let all come that was posted, and leave it."""
+        for incoming, *_ in self._incoming.values():
+            incoming.wait()
 
     def expects(self, op: Op) -> bool:
         """Whether `op` is a receive that has been posted and not been fetched."""
@@ -184,14 +258,10 @@ class Mailbox:
         self.ledger.release(_outgoing(sent.op), sent.held)
         self.tracer.add(COMM_LANE, sent.op, sent.start, sent.end)
 
-    def _expects_gradients(self, op: Op) -> bool:
-        sent = self.agreements.metas[Kind.SEND_F, op.stage, self.signatures[op.microbatch]]
-        return any(sent.needs_gradient)
-
     def _route(self, op: Op) -> _Route:
         other = peer(op)
         send = op if op.kind in SENDS else other
-        key = send.kind, send.stage, self.signatures[send.microbatch]
+        key: Key = send.kind, send.stage, self.signatures[send.microbatch]
         return _Route(self.schedule.rank_of[other], tag_of(op, self.schedule.num_stages), key)
 
 
@@ -200,7 +270,7 @@ class _Route(NamedTuple):
 
     rank: int  # of the other end
     tag: int
-    key: tuple[Kind, int, str]
+    key: Key
 
 
 class _Place(NamedTuple):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..plan.errors import InputError
 from .batch import Tree, TreeSpec, flatten, require_dense, unflatten
 
 ALIGNMENT = 64  # bytes: each tensor of a message begins where an allocator might have put it
@@ -18,8 +19,12 @@ class PeerLost(RuntimeError):
     """A transfer failed because the other end is gone: a consequence, never the first failure."""
 
 
-class BoundaryChanged(RuntimeError):
+class BoundaryChanged(InputError):
     """A message is not what both ends agreed on; the text compares it field by field."""
+
+
+class NothingCame(InputError):
+    """The other end has given the step up, and sent word instead of a message: never the first refusal."""
 
 
 class TensorMeta(NamedTuple):
@@ -109,7 +114,7 @@ def pack(
 ) -> Message:
     """Make a message of a stage's output (or of gradients).
 
-    Raises `TypeError` or `InputError` for what cannot be sent, `BoundaryChanged` for what is not as `agreed`.
+    Raises `InputError` for what cannot be sent, `BoundaryChanged` for what is not as `agreed`.
     """
     leaves, spec = flatten(tree)
     flags = iter(needs_gradient)
@@ -124,10 +129,11 @@ def pack(
         elif leaf is None or isinstance(leaf, bool | int | float | str):
             metas.append(leaf)
         else:
-            raise TypeError(
-                f"rule:   what crosses a stage boundary is a nesting (tuple, list, dict) of tensors and "
-                f"plain constants\ngot:    {type(leaf).__name__}\nwhere:  {where}\n"
-                "remedy: return the tensors inside it"
+            raise InputError(
+                "what crosses a stage boundary is a nesting (tuple, list, dict) of tensors and plain constants",
+                got=type(leaf).__name__,
+                where=str(where),
+                remedy="return the tensors inside it",
             )
     found = tuple(metas)
     if agreed is None or agreed.leaves != found or agreed.spec != spec:
@@ -187,7 +193,7 @@ def check_agreed(actual: MessageMeta, agreed: MessageMeta, where: object) -> Non
         elif new != old:
             lines.append(f"value {index}: {new!r} instead of {old!r}")
     raise BoundaryChanged(
-        "rule:   the same input signature gives the same messages, so that the receiver can prepare\n"
-        f"got:    {'; '.join(lines)}\nwhere:  {where}\n"
-        "remedy: let shapes depend on the input's shape alone, or pad to a fixed size"
+        "messages between the same stages, for the same kind of input, are alike, or announced one by one",
+        got="; ".join(lines),
+        where=str(where),
     )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..plan.errors import require
+from ..plan.errors import InputError, require
 from ..plan.ops import Kind, Op
 from ..plan.trace import COMM_LANE, COMPUTE_LANE, Event
 from .device import Device
@@ -21,6 +21,7 @@ from .layer_state import Snapshot, init_seed
 from .ledger import Ledger
 from .loss import LossFn
 from .mailbox import Board
+from .messages import BoundaryChanged, NothingCame
 from .shared_objects import SharedObjects
 from .stage import Stage
 from .transport import Transport
@@ -55,6 +56,15 @@ class PipelineSpec:
     num_replicas: int = 1
     seed: int = 0
     limit_bytes: int | None = None
+
+
+class StepRefused(Exception):
+    """A step broke a rule on some rank: `error`, in operation `op`, where it was this one. Weights stay."""
+
+    def __init__(self, error: InputError | None, op: Op | None) -> None:
+        super().__init__(str(error) if error else "a rule was broken on another rank, which names it")
+        self.error = error
+        self.op = op
 
 
 class RankPipeline:
@@ -149,29 +159,52 @@ class RankPipeline:
         """
         if self._gradients_are_used:
             self.zero_grad()
-        self.gradients.begin()
-        result = self._run(job, transport)
+        result, loss = self._run(job, transport)
         for index, stage in self.stages.items():
             result.unsplit[index] = tuple(n for n, p in self.parameters.items() if p in stage.unsplit)
         self._reduce(transport, result)
         for stage in self.stages.values():
             stage.end()
         self.gradients.end()
-        loss = sum(job.scales[m] * loss for m, loss in result.losses.items())
-        loss, squared_norm = transport.sum([loss, self.gradients.squared_norm()])
+        (squared_norm,) = transport.sum([self.gradients.squared_norm()])
         if update:
             result.events.append(self._update(squared_norm**0.5))
         return result, loss, squared_norm**0.5
 
-    def _run(self, job: StepJob, transport: Transport) -> RankResult:
-        step = self.executor.prepare(job, transport)
-        for shared in self.shared_objects:
-            shared.begin()
-        transport.barrier()
-        result = step.run()
-        for shared in self.shared_objects:
-            shared.check()
-        return result
+    def _run(self, job: StepJob, transport: Transport) -> tuple[RankResult, float]:
+        """A step's operations, begun by all ranks together, and the loss of the whole batch.
+
+        A step in which a message turned out unlike the others is taken again. Raises `StepRefused`, on all
+        ranks, where one of them broke a rule: nothing of the step is left then.
+        """
+        try:
+            for announces_all in (False, True):
+                self.executor.agreements.announce_all(announces_all)
+                step = self.executor.prepare(job, transport)
+                for shared in self.shared_objects:
+                    shared.begin()
+                with step.refusing():
+                    if job.step.gradients:
+                        self.gradients.begin()
+                transport.barrier()
+                result = step.run()
+                with step.refusing():
+                    for shared in self.shared_objects:
+                        shared.check()
+                scales = job.scales or (0.0,) * len(job.sizes)
+                loss = sum(scales[m] * loss for m, loss in result.losses.items())
+                is_unlike = isinstance(step.refusal, BoundaryChanged)
+                is_refused = not (step.refusal is None or is_unlike or isinstance(step.refusal, NothingCame))
+                loss, num_unlike, num_refused = transport.sum([loss, is_unlike, is_refused])
+                if not num_unlike and not num_refused:
+                    return result, loss
+                step.abandon()
+                self.executor.agreements.doubt()
+                if num_refused:
+                    raise StepRefused(step.refusal if is_refused else None, step.refused_at)
+            raise AssertionError("announced messages are as announced")
+        finally:
+            self.executor.agreements.announce_all(False)
 
     def _reduce(self, transport: Transport, result: RankResult) -> None:
         """Finish this step's gradients: summed over replicas, then over the uses of tied weights.
@@ -243,10 +276,7 @@ class RankPipeline:
 
     def evaluate(self, job: StepJob, transport: Transport) -> tuple[RankResult, float]:
         """A forward-only step without gradients; the result and the loss of the batch (0 without targets)."""
-        result = self._run(job, transport)
-        scales = job.scales or (0.0,) * len(job.sizes)
-        (loss,) = transport.sum([sum(scales[m] * loss for m, loss in result.losses.items())])
-        return result, loss
+        return self._run(job, transport)
 
     def snapshot(self) -> Snapshot:
         """The buffers of all layers here, as they are now."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..plan.errors import InputError
 from .batch import Tree, flatten, map_tensors, tensors, unflatten
 from .device import Device
 from .layer_state import Changes, Earlier, RunningStatistics, as_before, layer_seed
@@ -273,6 +274,11 @@ class Stage:
         if training:
             self.statistics.begin()
 
+    def abandon(self) -> None:
+        """Let go of a step that was given up; running statistics stay where they were."""
+        self._held.clear()
+        self.statistics.abandon()
+
     def end(self) -> None:
         """Finish a step: batch norm's running statistics move once."""
         self.statistics.end()
@@ -334,15 +340,18 @@ class Stage:
             loss = objective.loss_fn(output, objective.target)
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
             got = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise TypeError(
-                f"rule:   a loss is one number, a tensor of shape ()\ngot:    {got}\nwhere:  loss_fn\n"
-                "remedy: return the mean over the rows"
+            raise InputError(
+                "a loss is one number, a tensor of shape ()",
+                got=got,
+                where="loss_fn",
+                remedy="return the mean over the rows",
             )
         if torch.is_grad_enabled() and any(flags) and not loss.requires_grad:
-            raise TypeError(
-                "rule:   a loss is computed from the model's output, so that it has a gradient\n"
-                "got:    a loss without one\nwhere:  loss_fn\n"
-                "remedy: leave out detach(), item() and torch.no_grad()"
+            raise InputError(
+                "a loss is computed from the model's output, so that it has a gradient",
+                got="a loss without one",
+                where="loss_fn",
+                remedy="leave out detach(), item() and torch.no_grad()",
             )
         return StageOutput(output, flags, loss)
 

@@ -7,13 +7,15 @@ import pickle
 import re
 import signal
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 from ..engine.messages import PeerLost
+from ..engine.rank_pipeline import StepRefused
 from ..plan.errors import InputError
 from ..plan.ops import WORDS, Kind, Op
 from .pickling import dumps
@@ -111,6 +113,26 @@ class Failure:
         error = RankFailed(self.rank, op, self.reason, _with_source(self.traceback), self.died)
         error.__cause__ = _unpickled(self.cause)
         return error
+
+
+@dataclass(frozen=True)
+class Refused:
+    """In place of a rank's result: a rule was broken, by this rank where it says how, and all ranks go on."""
+
+    failure: Failure | None
+    op: Op | None
+
+    @classmethod
+    def of(cls, rank: int, refused: StepRefused) -> Refused:
+        failure = None if refused.error is None else Failure.of_exception(rank, refused.error)
+        return cls(failure, refused.op)
+
+
+def raise_refusals(results: Sequence[Any]) -> None:
+    """Raise `RankFailed` for the first rank that broke a rule; the workers, and what they hold, stay."""
+    for result in results:
+        if isinstance(result, Refused) and result.failure is not None:
+            raise result.failure.error(result.op)
 
 
 def describe(op: Op) -> str:

@@ -17,6 +17,7 @@ from ..engine.profile import Profile
 from ..plan.errors import require, require_count
 from ..plan.schedule import Schedule
 from ..plan.units import parse_bytes
+from .failures import raise_refusals
 from .once import LossOptions, profile_model, run_once
 from .pipeline import Pipeline
 from .run import Run
@@ -261,7 +262,7 @@ class Lab:
             where="Lab.call",
         )
         with self._one_at_a_time():
-            return self._pool.call(
+            results = self._pool.call(
                 function,
                 args_by_rank,
                 on_message=on_message,
@@ -270,6 +271,8 @@ class Lab:
                 watchdog_s=self.watchdog_s if watchdog_s is None else watchdog_s,
                 generation=generation,
             )
+        raise_refusals(results)
+        return results
 
     def stop(self) -> None:
         """End the call in progress, from another thread: it raises `RunStopped`. Without one, do nothing."""

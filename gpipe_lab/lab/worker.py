@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 
 from ..engine.device import DevicePlan, take_device
+from ..engine.rank_pipeline import StepRefused
 from .board import ASK_STACK, RankBoard, main_thread_stack
-from .failures import Failure
+from .failures import Failure, Refused
 from .pickling import dumps
 
 _is_rank = False
@@ -205,7 +206,11 @@ def _run(context: RankContext, job: bytes) -> tuple[str, Any]:
         context.board.clear()
         _reset_globals(cwd, sys_path, dtype)
         function, args = pickle.loads(payload)
-        data = _pickle_result(context.rank, function(context, *args))
+        try:
+            result = function(context, *args)
+        except StepRefused as refused:
+            result = Refused.of(context.rank, refused)
+        data = _pickle_result(context.rank, result)
     except BaseException as error:  # SystemExit too: a program that exits has not returned a result
         return "failure", Failure.of_exception(context.rank, error)
     context.board.clear()

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import gpipe_lab as gl
-from gpipe_lab.engine.layer_state import init_seed
 from gpipe_lab.engine.device import CpuDevice
+from gpipe_lab.engine.layer_state import init_seed
 from gpipe_lab.lab.step import cut
 from tests.layers import OwnFunction
 

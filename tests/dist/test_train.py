@@ -13,8 +13,8 @@ import torch
 from hosts import PACKAGE_ROOT, two_hosts, why_not
 
 import gpipe_lab as gl
-from gpipe_lab.engine.saving import saves
 from gpipe_lab.engine.device import now_ms
+from gpipe_lab.engine.saving import saves
 from gpipe_lab.train.clock import measure_offset
 from gpipe_lab.train.world import require_same
 

@@ -17,7 +17,7 @@ from gpipe_lab.engine.executor import segment_layers
 from gpipe_lab.engine.layer_state import layer_seed
 from gpipe_lab.engine.ledger import Ledger, OutOfMemory
 from gpipe_lab.engine.mailbox import Tracer
-from gpipe_lab.engine.messages import check_agreed, dense, pack
+from gpipe_lab.engine.messages import BoundaryChanged, check_agreed, dense, pack
 from gpipe_lab.engine.stage import Objective, Stage, StepContext
 from gpipe_lab.engine.transport import tag_of
 from gpipe_lab.plan.lowering import lower
@@ -140,9 +140,11 @@ def test_what_is_not_dense_is_not_sent_and_makes_no_batch(tensor):
 def test_a_changed_message_says_which_fields_differ():
     agreed = pack({"a": torch.zeros(2, 3), "n": 1}, needs_gradient=[True], where="").meta
     changed = pack({"a": torch.zeros(2, 3).double(), "n": 2}, needs_gradient=[True], where="").meta
-    with pytest.raises(RuntimeError, match=r"dtype: torch.float64 instead of torch.float32; value 1: 2 inst"):
+    with pytest.raises(
+        BoundaryChanged, match=r"dtype: torch.float64 instead of torch.float32; value 1: 2 inst"
+    ):
         check_agreed(changed, agreed, "here")
-    with pytest.raises(RuntimeError, match="nesting"):
+    with pytest.raises(BoundaryChanged, match="nesting"):
         check_agreed(pack((torch.zeros(1),), needs_gradient=[False], where="").meta, agreed, "here")
 
 
