@@ -170,8 +170,8 @@ class Step:
     def run(self) -> RankResult:
         """Gradients accumulate, and their sums are still to be finished.
 
-        An operation that breaks a rule ends the work of this rank (`refusal`), not its part in the exchange of
-        messages: so all ranks come to the end of the step, where they learn of it, and the weights stay.
+        An operation that breaks a rule ends the work of this rank (`refusal`), not its part in the exchange
+        of messages: so all ranks come to the end of the step, where they learn of it, and the weights stay.
         """
         self.device.begin_step()
         self.ledger.begin(self.device.stamp())

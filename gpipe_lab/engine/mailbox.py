@@ -180,7 +180,10 @@ class Mailbox:
         return self.transport.send(op, message, to, tag, made)
 
     def post(self, op: Op) -> None:
-        """Make ready for a message, unless none will come. Raises `NothingCame` where it was to be announced."""
+        """Make ready for a message, unless none will come.
+
+        Raises `NothingCame` where one was to be announced and the other end has given the step up.
+        """
         if op.kind is Kind.RECV_B and not self._needs_gradient(op.stage, op.microbatch):
             return
         source, tag, key = self._routes[op]
@@ -205,9 +208,9 @@ class Mailbox:
         if op.kind in RECEIVES and not self.expects(op) and op not in self._declined:
             with suppress(NothingCame):
                 self.post(op)
-        elif op.kind is Kind.SEND_F or (
-            op.kind is Kind.SEND_B and self._needs_gradient(op.stage - 1, op.microbatch)
-        ):
+        if op.kind is Kind.SEND_F:
+            self._send_nothing(op)
+        if op.kind is Kind.SEND_B and self._needs_gradient(op.stage - 1, op.microbatch):
             self._send_nothing(op)
 
     def _send_nothing(self, op: Op) -> None:

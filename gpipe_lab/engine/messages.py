@@ -130,7 +130,7 @@ def pack(
             metas.append(leaf)
         else:
             raise InputError(
-                "what crosses a stage boundary is a nesting (tuple, list, dict) of tensors and plain constants",
+                "what crosses a stage boundary is a nesting (tuple, list, dict) of tensors and of constants",
                 got=type(leaf).__name__,
                 where=str(where),
                 remedy="return the tensors inside it",
