@@ -11,6 +11,7 @@ import gpipe_lab as gl
 from gpipe_lab.engine import device
 from gpipe_lab.lab import jobs
 from tests.comparing import distance, whole_batch
+from tests.pairwise import pairwise
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
@@ -25,29 +26,30 @@ def make_batch(rows=12):
     return tuple(torch.randn(rows, 6, generator=generator, dtype=torch.float64) for _ in range(2))
 
 
-def is_allowed(name, num_ranks, num_microbatches):
-    return name != "interleaved" or num_microbatches % num_ranks == 0
+def is_allowed(setting):
+    return setting["name"] != "interleaved" or setting["num_microbatches"] % setting["num_ranks"] == 0
 
 
-@pytest.mark.parametrize("num_ranks", range(1, 7))
-def test_every_schedule_runs_with_every_p_and_m_up_to_six(lab_of, num_ranks):
+EVERY = {"name": list(gl.SCHEDULES), "num_ranks": range(1, 7), "num_microbatches": range(1, 7)}
+
+
+@pytest.mark.parametrize("setting", pairwise(EVERY, is_allowed), ids=lambda s: "-".join(map(str, s.values())))
+def test_every_schedule_runs_with_every_p_and_every_m_up_to_six(lab_of, setting):
     model, (x, y) = make_model(), make_batch()
     loss, reference = whole_batch(model, x, y)
-    for name, make in gl.SCHEDULES.items():
-        for num_microbatches in range(1, 7):
-            if is_allowed(name, num_ranks, num_microbatches):
-                schedule = make(num_ranks, num_microbatches)
-                run = lab_of(num_ranks).run(schedule, model, x, y, loss_fn=F.mse_loss, warmup=False)
-                assert run.loss == pytest.approx(loss, rel=1e-12), (name, num_microbatches)
-                if schedule.trains:
-                    assert distance(run.gradients(), reference) <= 1e-12, (name, num_microbatches)
+    num_ranks = setting["num_ranks"]
+    schedule = gl.SCHEDULES[setting["name"]](num_ranks, setting["num_microbatches"])
+    run = lab_of(num_ranks).run(schedule, model, x, y, loss_fn=F.mse_loss, warmup=False)
+    assert run.loss == pytest.approx(loss, rel=1e-12)
+    if schedule.trains:
+        assert distance(run.gradients(), reference) <= 1e-12
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 def test_seven_layers_are_all_placed_and_trained(lab_of, num_stages):
     model, (x, y) = make_model(7), make_batch()
     loss, reference = whole_batch(model, x, y)
-    run = lab_of(num_stages).run(gl.gpipe(num_stages, 3), model, x, y, loss_fn=F.mse_loss)
+    run = lab_of(num_stages).run(gl.gpipe(num_stages, 3), model, x, y, loss_fn=F.mse_loss, warmup=False)
     assert run.loss == pytest.approx(loss, rel=1e-12)
     assert distance(run.gradients(), reference) <= 1e-12
 
@@ -86,7 +88,7 @@ def test_the_peak_does_not_grow_with_m(lab_of, make):
 
     def peaks(num_microbatches):
         x, y = make_batch(2 * num_microbatches)
-        run = lab_of(3).run(make(3, num_microbatches), make_model(), x, y, loss_fn=F.mse_loss)
+        run = lab_of(3).run(make(3, num_microbatches), make_model(), x, y, loss_fn=F.mse_loss, warmup=False)
         categories = ("gradients", "saved", "deferred")
         return [[run.memory.peak_bytes(rank, c) for c in categories] for rank in range(3)]
 
@@ -98,7 +100,7 @@ def test_what_w_keeps_is_visible_with_checkpointing_too(lab_of):
     layer_bytes = 2 * 6 * 8 * 2  # the input of a linear layer and its output's gradient, two rows each
     for mode in ("never", "always"):
         schedule = gl.zero_bubble_h2(3, 6)
-        run = lab_of(3).run(schedule, make_model(), x, y, loss_fn=F.mse_loss, checkpoint=mode)
+        run = lab_of(3).run(schedule, make_model(), x, y, loss_fn=F.mse_loss, checkpoint=mode, warmup=False)
         for rank, ops in enumerate(schedule.ops):
             waiting, most = 0, 0
             for op in ops:
