@@ -16,23 +16,23 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from ..lab.failures import describe
 from .config import TrainConfig, read_config
-from .trainer import CurrentOp, Trainer
+from .trainer import Trainer
+from .watchdog import Watchdog
 from .world import join
 
 
 @record  # tells the launcher what was raised
 def train(config: TrainConfig) -> float:
     """Train as `config` says, in this process and those started with it; the loss of the last step."""
-    board = CurrentOp()
-    try:
-        with join(config.pipeline.device, config.training.timeout_s) as world:
-            return Trainer(config, world, board).run()
-    except BaseException as error:
-        where = f"rank {os.environ.get('RANK', '0')}"
-        error.add_note(where if board.op is None else f"{where} in {describe(board.op)}")
-        raise
+    with join(config.pipeline.device, config.training.timeout_s) as world:
+        watchdog = Watchdog(world.rank, world.num_ranks, config.training.watchdog_s)
+        try:
+            with watchdog:
+                return Trainer(config, world, watchdog).run()
+        except BaseException as error:
+            error.add_note(watchdog.where())
+            raise
 
 
 def main() -> None:

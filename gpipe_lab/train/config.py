@@ -114,7 +114,8 @@ class ModelConfig(Section):
 class TrainingConfig(Section):
     """AdamW; the learning rate rises for warmup_steps and then falls to a tenth along a cosine.
 
-    rows: of a whole batch, over all replicas. A transfer that takes longer than timeout_s is a failure.
+    rows: of a whole batch, over all replicas. A transfer that takes longer than timeout_s is a failure, and
+    so is an operation that takes longer than watchdog_s without waiting for another rank.
     """
 
     num_steps: int = count(100)
@@ -127,6 +128,7 @@ class TrainingConfig(Section):
     precision: str = text("float32", PRECISIONS)
     corpus_bytes: int = count(1 << 20)
     timeout_s: float = number(600.0)
+    watchdog_s: float = number(120.0)
 
     def learning_rate_factor(self, step: int) -> float:
         """What the learning rate is multiplied by in a step, counted from 0."""

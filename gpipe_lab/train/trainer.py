@@ -11,6 +11,7 @@ import torch
 from ..engine.device import now_ms, open_device
 from ..engine.executor import RankResult
 from ..engine.loss import read_loss
+from ..engine.mailbox import Board
 from ..engine.models import VOCABULARY, batch, corpus, gpt, next_token_loss
 from ..engine.rank_pipeline import RankPipeline
 from ..engine.saving import load_state, save_state, saves
@@ -18,29 +19,16 @@ from ..engine.stage import StepContext
 from ..engine.transport import open_transport
 from ..lab.run import assemble
 from ..lab.step import Plan, cut, plan_step, read_spec
-from ..plan.ops import Op
 from ..plan.schedules import replicate
 from .clock import measure_offset
 from .config import TrainConfig
 from .world import World, require_same
 
 
-class CurrentOp:
-    """The board of a rank that has nobody watching: it says where a failure was."""
-
-    op: Op | None = None
-
-    def mark(self, op: Op, *, waits: bool = False) -> None:
-        self.op = op
-
-    def clear(self) -> None:
-        self.op = None
-
-
 class Trainer:
     """One rank's stages and what it takes to train them. All ranks do everything together."""
 
-    def __init__(self, config: TrainConfig, world: World, board: CurrentOp) -> None:
+    def __init__(self, config: TrainConfig, world: World, board: Board) -> None:
         self.config = config
         self.world = world
         self.text = corpus(config.training.corpus_bytes)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from hosts import PACKAGE_ROOT, two_hosts, why_not
 import gpipe_lab as gl
 from gpipe_lab.engine.device import now_ms
 from gpipe_lab.engine.saving import saves
+from gpipe_lab.plan.ops import Kind, Op
 from gpipe_lab.train.clock import measure_offset
+from gpipe_lab.train.watchdog import Watchdog
 from gpipe_lab.train.world import require_same
 
 pytestmark = pytest.mark.slow
@@ -37,6 +40,7 @@ num_steps = {num_steps}
 rows = 8
 corpus_bytes = 65536
 timeout_s = {timeout_s}
+watchdog_s = {watchdog_s}
 [save]
 folder = "{folder}"
 every = 5
@@ -47,7 +51,7 @@ trace_file = "{folder}.json"
 NUM_STEPS = 30
 
 
-def write_config(tmp_path, name, *, num_steps=NUM_STEPS, num_replicas=1, timeout_s=60):
+def write_config(tmp_path, name, *, num_steps=NUM_STEPS, num_replicas=1, timeout_s=60, watchdog_s=60):
     folder = tmp_path / name
     path = tmp_path / f"{name}.toml"
     path.write_text(
@@ -57,6 +61,7 @@ def write_config(tmp_path, name, *, num_steps=NUM_STEPS, num_replicas=1, timeout
             num_replicas=num_replicas,
             num_microbatches=4 // num_replicas,
             timeout_s=timeout_s,
+            watchdog_s=watchdog_s,
         )
     )
     return path, folder
@@ -135,6 +140,56 @@ def test_one_process_stopped_and_started_again(undisturbed, tmp_path):
     assert losses(printed + again) == found  # bitwise, at another number of stages
     assert same(gl.load_weights(folder), weights)
     assert f"the last of {NUM_STEPS}: nothing is left to train" in train(config)
+
+
+def test_a_rank_that_is_stopped_is_named_and_the_job_ends(tmp_path):
+    config, _ = write_config(tmp_path, "state", num_steps=100_000, watchdog_s=3)
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "gpipe_lab.train", "--config", config]
+    log = tmp_path / "log"
+    with log.open("wb") as out:
+        job = subprocess.Popen(
+            command,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            cwd=PACKAGE_ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PACKAGE_ROOT},
+        )
+        try:
+            wait_for(lambda: "step 20:" in log.read_text(), job)
+            children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+            ranks = {rank_of(pid): int(pid) for pid in children}
+            os.kill(ranks["1"], signal.SIGSTOP)
+            began = time.monotonic()
+            assert job.wait(60) != 0
+            took = time.monotonic() - began
+        finally:
+            job.kill()
+    printed = log.read_text()
+    named = r"rank 1, last seen in 1\S+ \(stage 1, .*\), gives no sign of life for 3 s"
+    assert re.search(f"^TimeoutError: {named}", printed, re.MULTILINE), printed
+    assert re.search(f"Root Cause.*{named}", printed, re.DOTALL), printed
+    assert took < 20, "the launcher waits 30 s for a process that does not end"
+
+
+def test_a_rank_that_does_not_move_is_named_by_the_one_before_it(capfd):
+    def hang(context):
+        watchdog = Watchdog(context.rank, context.num_ranks, limit_s=1.5)
+        with watchdog:
+            for microbatch in range(2 if context.rank == 1 else 40):
+                watchdog.mark(Op(Kind.F, context.rank, microbatch), waits=context.rank != 1)
+                time.sleep(0.1)
+            time.sleep(60)
+
+    with gl.Lab(3, device="cpu") as lab:
+        with pytest.raises(gl.RankFailed) as caught:
+            lab.launch(hang)
+        assert caught.value.died and caught.value.rank in (0, 1)
+        assert "rank 1, last seen in 1F1 (stage 1, forward of micro-batch 1), does not move" in capfd.readouterr().err
+
+
+def rank_of(pid):
+    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return next((v.decode().removeprefix("RANK=") for v in variables if v.startswith(b"RANK=")), None)
 
 
 def test_replicas_of_pipelines(undisturbed, tmp_path):
