@@ -297,7 +297,9 @@ class Step:
             self.outputs[op.microbatch] = self.device.copy_out(output.tree)
 
     def _recompute(self, op: Op) -> None:
-        self.stages[op.stage].recompute(op.microbatch, op.segment)
+        loss = self.stages[op.stage].recompute(op.microbatch, op.segment)
+        if loss is not None:
+            self.losses[op.microbatch] = loss
 
     def _backward(self, op: Op) -> None:
         arriving = None

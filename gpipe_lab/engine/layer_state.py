@@ -1,18 +1,21 @@
-"""What layers keep beside their weights: running statistics, buffers, random states."""
+"""What layers keep beside their weights: running statistics, buffers, plain attributes, random states."""
 
 from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..plan.errors import require
+from .batch import Tree, map_tensors, tensors
+from .transport import Ranks, Transport
 
 
 def layer_seed(seed: int, step: int, layer: int, microbatch: int) -> int:
@@ -116,8 +119,17 @@ class RunningStatistics:
         for gathered in self._gathered.values():
             gathered.microbatch_uses = 0
 
-    def sums(self) -> list[torch.Tensor]:
-        """What the step has gathered: other replicas' are to be added to it, in place."""
+    def num_uses(self) -> list[int]:
+        """How often a micro-batch has used each layer."""
+        return [len(gathered.uses) for gathered in self._gathered.values()]
+
+    def sums(self, num_uses: Sequence[int]) -> list[torch.Tensor]:
+        """What the step has gathered: other replicas' are to be added to it, in place.
+
+        num_uses: at least those of every replica; one that has used a layer less often has zeros.
+        """
+        for gathered, count in zip(self._gathered.values(), num_uses, strict=True):
+            gathered.uses += [_Sums(gathered.layer) for _ in range(count - len(gathered.uses))]
         uses = [use for gathered in self._gathered.values() for use in gathered.uses]
         return [t for use in uses for t in (use.count, use.total, use.squares)]
 
@@ -135,59 +147,105 @@ class RunningStatistics:
         self.recomputing = False
 
     def _watch(self, layer: nn.Module, inputs: Any) -> None:
-        if layer in self._gathered and not self.recomputing:
+        # Within a backward, a layer's own checkpoint runs it again.
+        is_again = self.recomputing or torch._C._current_graph_task_id() != -1
+        if layer in self._gathered and layer.training and not is_again:
             self._gathered[layer].add(inputs[0])
 
 
-Buffers = dict[tuple[nn.Module, str], torch.Tensor]
+class Slot(NamedTuple):
+    """Where a module keeps a value: an entry of its buffers or of its attributes."""
+
+    entries: dict[str, Any]
+    name: str
+    value: Any
+    version: int | None  # of a tensor
+    copy: Any = None  # of a tensor; slots that share one share its copy
+
+    @property
+    def is_changed(self) -> bool:
+        now = self.entries.get(self.name, self.value)
+        return now is not self.value or (self.version is not None and now._version != self.version)
 
 
-def find(modules: Iterable[nn.Module]) -> Buffers:
-    """The buffers of these modules, their submodules not included."""
-    return {
-        (module, name): buffer
-        for module in modules
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    }
+_PLAIN = (bool, int, float, complex, str, type(None), torch.Tensor)
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator)
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
-def put(buffers: Buffers) -> None:
-    """Give modules these tensors as their buffers."""
-    for (module, name), buffer in buffers.items():
-        module._buffers[name] = buffer
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """What a module of the user's own keeps beside parameters and buffers; torch's own keep nothing there."""
+    if type(module).__module__.startswith("torch."):
+        return {}
+    return {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
 
 
-def copies(buffers: Buffers) -> Buffers:
-    """Their values now; two modules that share a buffer share its copy."""
-    made: dict[int, torch.Tensor] = {}
-    for buffer in buffers.values():
-        if id(buffer) not in made:
-            made[id(buffer)] = buffer.clone()
-    return {key: made[id(buffer)] for key, buffer in buffers.items()}
+class LayerState:
+    """What some modules have beside their parameters, as it is now.
+
+    That is their buffers, attributes that are tensors, numbers, strings, booleans or None, and the states of
+    random generators (torch's, Python's, numpy's) that they own. What is inside lists, dicts and other
+    objects is not looked after: a layer whose forward changes such a thing keeps it in a buffer instead.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.slots: list[Slot] = []
+        self.generators: list[tuple[Any, Any]] = []  # with their states
+        copies: dict[int, torch.Tensor] = {}
+        for module in modules:
+            attributes = _attributes(module)
+            kept = [(module._buffers, name, value) for name, value in module._buffers.items()]
+            for entries, name, value in kept + [(vars(module), *item) for item in attributes.items()]:
+                if isinstance(value, torch.Tensor):
+                    if id(value) not in copies:
+                        copies[id(value)] = value.detach().clone()
+                    self.slots.append(Slot(entries, name, value, value._version, copies[id(value)]))
+                elif isinstance(value, _PLAIN):
+                    self.slots.append(Slot(entries, name, value, None, value))
+            found = [value for value in attributes.values() if isinstance(value, _GENERATORS)]
+            self.generators += [(generator, generator_state(generator)) for generator in found]
+
+    def restore(self) -> None:
+        """Set everything to what it was, tensors in place."""
+        with torch.no_grad():
+            for entries, name, value, version, copy in self.slots:
+                entries[name] = value
+                if version is not None:
+                    value.copy_(copy)
+        for generator, state in self.generators:
+            set_generator_state(generator, state)
+
+    def keep_changes(self) -> None:
+        """Forget what is still the same, so that little is held until it is needed."""
+        self.slots = [slot for slot in self.slots if slot.is_changed]
+
+    @contextmanager
+    def in_place_of_now(self) -> Iterator[None]:
+        """Within, modules have this state; afterwards what they have now."""
+        now = [(entries, name, entries[name]) for entries, name, *_ in self.slots]
+        states = [(generator, generator_state(generator)) for generator, _ in self.generators]
+        for entries, name, _, _, copy in self.slots:
+            entries[name] = copy
+        for generator, state in self.generators:
+            set_generator_state(generator, state)
+        try:
+            yield
+        finally:
+            for entries, name, value in now:
+                entries[name] = value
+            for generator, state in states:
+                set_generator_state(generator, state)
 
 
-PLAIN = (bool, int, float, complex, str, type(None))
-Attributes = dict[tuple[nn.Module, str], Any]
+def named_generators(layer: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The random generators that a layer and its submodules own."""
+    for path, module in layer.named_modules():
+        for name, value in _attributes(module).items():
+            if isinstance(value, _GENERATORS):
+                yield f"{path}.{name}".lstrip("."), value
 
 
-def plain_attributes(modules: Iterable[nn.Module]) -> Attributes:
-    """What modules keep as plain numbers, strings and the like. What is changed in place is not among it."""
-    return {
-        (module, name): value
-        for module in modules
-        for name, value in vars(module).items()
-        if isinstance(value, PLAIN)
-    }
-
-
-def generators(modules: Iterable[nn.Module]) -> list[Any]:
-    """The random generators that modules own: torch's, Python's and numpy's."""
-    kinds = (torch.Generator, random.Random, np.random.Generator)
-    return [value for module in modules for value in vars(module).values() if isinstance(value, kinds)]
-
-
-def _state(generator: Any) -> Any:
+def generator_state(generator: Any) -> Any:
     match generator:
         case torch.Generator():
             return generator.get_state()
@@ -196,7 +254,7 @@ def _state(generator: Any) -> Any:
     return generator.bit_generator.state
 
 
-def _set_state(generator: Any, state: Any) -> None:
+def set_generator_state(generator: Any, state: Any) -> None:
     match generator:
         case torch.Generator():
             generator.set_state(state)
@@ -206,77 +264,78 @@ def _set_state(generator: Any, state: Any) -> None:
             generator.bit_generator.state = state
 
 
-@dataclass(frozen=True)
-class Earlier:
-    """What layers had before a forward and have no longer."""
-
-    buffers: Buffers
-    attributes: Attributes
-    generators: list[tuple[Any, Any]]  # with their states
-
-    def put(self) -> None:
-        put(self.buffers)
-        for (module, name), value in self.attributes.items():
-            vars(module)[name] = value
-        for generator, state in self.generators:
-            _set_state(generator, state)
+def keepers(layer: nn.Module) -> list[nn.Module]:
+    """The modules of a layer that may keep what they return: neither torch's own nor without a buffer."""
+    found = [m for m in layer.modules() if m._buffers or not type(m).__module__.startswith("torch.")]
+    return [m for m in found if not isinstance(m, _BatchNorm)]
 
 
-class Snapshot:
-    """All state of some modules beside their parameters, which `restore` sets to what it is now."""
+def apart_from_state(output: Tree, modules: Iterable[nn.Module]) -> Tree:
+    """A layer's output, with copies of tensors that its modules keep as well.
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        modules = list(modules)
-        self._buffers = find(modules)
-        self._copies = copies(self._buffers)
-        states = [(generator, _state(generator)) for generator in generators(modules)]
-        self._rest = Earlier({}, plain_attributes(modules), states)
-
-    def restore(self) -> None:
-        put(self._buffers)
-        for key, buffer in self._buffers.items():
-            with torch.no_grad():
-                buffer.copy_(self._copies[key])
-        self._rest.put()
+    The next micro-batch may write to those while this one's are still on their way, or needed for a backward.
+    """
+    kept: set[int] = set()
+    for module in modules:
+        for value in (*module._buffers.values(), *_attributes(module).values()):
+            if isinstance(value, torch.Tensor | list | tuple | dict):
+                kept.update(map(_address, tensors(value)))
+    kept.discard(0)
+    return map_tensors(lambda t: t.clone() if _address(t) in kept else t, output) if kept else output
 
 
-class Changes:
-    """Finds out what a forward between its making and `before` has changed, and what it was."""
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        modules = list(modules)
-        found = find(modules)
-        self._versions = {key: (buffer, buffer._version) for key, buffer in found.items()}
-        self._copies = copies(found)
-        self._attributes = plain_attributes(modules)
-        self._states = [(generator, _state(generator)) for generator in generators(modules)]
-
-    def before(self) -> Earlier:
-        """The earlier values of what has been modified or replaced since, and the generators' states."""
-        buffers = {
-            (module, name): self._copies[module, name]
-            for (module, name), (buffer, version) in self._versions.items()
-            if module._buffers.get(name) is not buffer or buffer._version != version
-        }
-        attributes = {
-            (module, name): value
-            for (module, name), value in self._attributes.items()
-            if vars(module).get(name, value) is not value
-        }
-        return Earlier(buffers, attributes, self._states)
+def _address(tensor: torch.Tensor) -> int:
+    """Where a tensor's memory is; 0 for those that have none, or more than one place."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
 
 
-@contextmanager
-def as_before(earlier: Earlier) -> Iterator[None]:
-    """Within, layers have their earlier state; afterwards what they have now."""
-    buffers = find(module for module, _ in earlier.buffers)
-    now = Earlier(
-        {key: buffers[key] for key in earlier.buffers},
-        {(module, name): vars(module)[name] for module, name in earlier.attributes},
-        [(generator, _state(generator)) for generator, _ in earlier.generators],
-    )
-    earlier.put()
-    try:
-        yield
-    finally:
-        now.put()
+class SharedState:
+    """State besides weights that replicas of a stage are to have alike, as they see different rows.
+
+    Batch norm's statistics are those of all rows. Of any other buffer that a forward has changed, every
+    replica takes on the first one's value, as under torch's DistributedDataParallel.
+    """
+
+    def __init__(self, layers: nn.Module, statistics: RunningStatistics) -> None:
+        self._statistics = statistics
+        modules = [(path, m) for path, m in layers.named_modules() if not statistics.watches(m)]
+        self._places = [(module._buffers, name) for _, module in modules for name in module._buffers]
+        self._names = [f"{path}.{name}" for path, module in modules for name in module._buffers]
+        self._note()
+
+    def _note(self) -> None:
+        self._slots = []
+        for entries, name in self._places:
+            value = entries.get(name)
+            self._slots.append(Slot(entries, name, value, None if value is None else value._version))
+
+    def agree(self, transport: Transport, replicas: Ranks) -> None:
+        """Make this step's state one; all of the stage's ranks `replicas` call this, the first one first."""
+        num_uses = self._statistics.num_uses()
+        if not num_uses and not self._slots:
+            return
+        changed = {i: _form(slot.entries[slot.name]) for i, slot in enumerate(self._slots) if slot.is_changed}
+        found = transport.gather((num_uses, changed), replicas)
+        most = [max(counts) for counts in zip(*(uses for uses, _ in found), strict=True)]
+        transport.all_reduce(self._statistics.sums(most), replicas)
+        for i in sorted({i for _, changes in found for i in changes}):
+            slot = self._slots[i]
+            forms = {changes.get(i, _form(slot.value)) for _, changes in found}
+            require(
+                len(forms) == 1,
+                "a buffer that a forward changes has one shape and dtype on all replicas",
+                got=", ".join(sorted(forms)),
+                where=f"buffer {self._names[i]!r}",
+                remedy="keep what hangs on a replica's rows in a plain attribute, not in a buffer",
+            )
+            value = slot.entries[slot.name]
+            if value is not None and value.numel():
+                memory = value.detach().contiguous()
+                transport.broadcast(memory.view(-1).view(torch.uint8), replicas[0], replicas)
+                with torch.no_grad():
+                    value.copy_(memory)
+        self._note()
+
+
+def _form(value: torch.Tensor | None) -> str:
+    return "None" if value is None else f"{tuple(value.shape)} {value.dtype}"

@@ -173,10 +173,14 @@ class Ledger:
 
         index = _INDEX[category]
 
-        def pack(tensor: torch.Tensor) -> _Saved:
-            return _Saved(self, index, tensor)
+        def pack(tensor: torch.Tensor) -> _Saved | torch.Tensor:
+            # Forward-mode differentiation has zeros that are nowhere in memory.
+            return tensor if tensor._is_zerotensor() else _Saved(self, index, tensor)
 
-        return torch.autograd.graph.saved_tensors_hooks(pack, _Saved.unpack)
+        def unpack(saved: _Saved | torch.Tensor) -> torch.Tensor:
+            return saved.unpack() if isinstance(saved, _Saved) else saved
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
 class _Saved:

@@ -17,7 +17,7 @@ from ..plan.trace import COMM_LANE, COMPUTE_LANE, Event
 from .device import Device
 from .executor import Executor, RankResult, StepJob
 from .gradients import GradientBook, Tie, Tied, data_groups, join_locally
-from .layer_state import Snapshot, init_seed
+from .layer_state import LayerState, init_seed
 from .ledger import Ledger
 from .loss import LossFn
 from .mailbox import Board
@@ -221,8 +221,8 @@ class RankPipeline:
             replicas = groups[self.rank % len(groups)]
             trained = [name for name, p in self.parameters.items() if p.requires_grad]
             result.bytes_reduced[replicas] = self.gradients.all_reduce(trained, replicas, transport)
-            sums = [t for stage in self.stages.values() for t in stage.statistics.sums()]
-            transport.all_reduce(sums, replicas)
+            for stage in self.stages.values():
+                stage.shared_state.agree(transport, replicas)
         result.bytes_reduced |= self.tied.all_reduce(self.gradients, transport)
         if result.bytes_reduced:
             started, ended = self.device.times([start, self.device.stamp()])
@@ -278,9 +278,9 @@ class RankPipeline:
         """A forward-only step without gradients; the result and the loss of the batch (0 without targets)."""
         return self._run(job, transport)
 
-    def snapshot(self) -> Snapshot:
-        """The buffers of all layers here, as they are now."""
-        return Snapshot(module for _, layer in self._layers() for module in layer.modules())
+    def snapshot(self) -> LayerState:
+        """What all layers here have beside their parameters, as it is now."""
+        return LayerState(module for _, layer in self._layers() for module in layer.modules())
 
     def zero_grad(self) -> None:
         self.gradients.zero()

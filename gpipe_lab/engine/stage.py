@@ -10,16 +10,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..plan.errors import InputError
+from ..plan.errors import InputError, require
 from .batch import Tree, flatten, map_tensors, tensors, unflatten
 from .device import Device
-from .layer_state import Changes, Earlier, RunningStatistics, as_before, layer_seed
+from .layer_state import (
+    LayerState,
+    RunningStatistics,
+    SharedState,
+    apart_from_state,
+    keepers,
+    layer_seed,
+)
 from .ledger import Ledger
-from .weight_gradients import Account, Deferred, at_once, weights_of_products
+from .weight_gradients import SplitProducts, WeightGradients, in_product, weights_of_products
 
 
-class _Entry(torch.autograd.Function):
-    """Where a stage's graph begins: its input as tensors of the graph, its gradient caught on the way out.
+class _GraphInputs(torch.autograd.Function):
+    """A stage's input as tensors of its graph, whose gradients are caught on the way out.
 
     The graph does not keep the input alive unless an operation saves it, and a first layer may modify it
     in place, which autograd forbids for leaves.
@@ -27,56 +34,44 @@ class _Entry(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: torch.Tensor, entry: Entry, inputs: list[torch.Tensor]
+        ctx: Any, anchor: torch.Tensor, caught: list[torch.Tensor | None], inputs: list[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
-        ctx.entry = entry
+        ctx.caught = caught
         ctx.set_materialize_grads(False)
         return tuple(t.data for t in inputs)  # .data: an alias that autograd does not take for a view
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None, None]:
-        ctx.entry.gradients = list(gradients)
+        ctx.caught[:] = gradients
         return None, None, None
 
 
-class Entry:
-    """The gradients of those input tensors that need one; None where the backward comes to none."""
-
-    def __init__(self, inputs: list[torch.Tensor]) -> None:
-        self._like = [(t.shape, t.dtype, t.device) for t in inputs]
-        self.gradients: list[torch.Tensor | None] = [None] * len(inputs)
-
-    def filled(self) -> list[torch.Tensor | None]:
-        """With zeros for None: a micro-batch whose loss does not count gives gradients, all of them zero."""
-        return [
-            torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
-            for gradient, (shape, dtype, device) in zip(self.gradients, self._like, strict=True)
-        ]
-
-
-def enter(inputs: Tree, flags: list[bool], anchor: torch.Tensor) -> tuple[Tree, Entry | None]:
+def graph_inputs(
+    inputs: Tree, flags: list[bool], anchor: torch.Tensor
+) -> tuple[Tree, list[torch.Tensor | None]]:
     """A stage's inputs as the start of a graph, where `flags` says that they need a gradient.
 
+    With them a list that the backward fills with the gradients of these, None where it comes to none.
     anchor: any tensor that requires a gradient; without one no graph would begin.
     """
     leaves, spec = flatten(inputs)
     positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     wanted = [i for i, needed in zip(positions, flags, strict=True) if needed]
+    caught: list[torch.Tensor | None] = [None] * len(wanted)
     if not wanted:
-        return inputs, None
-    entry = Entry([leaves[i] for i in wanted])
-    entered = _Entry.apply(anchor, entry, [leaves[i] for i in wanted])
+        return inputs, caught
+    entered = _GraphInputs.apply(anchor, caught, [leaves[i] for i in wanted])
     for i, tensor in zip(wanted, entered, strict=True):
         leaves[i] = tensor
-    return unflatten(leaves, spec), entry
+    return unflatten(leaves, spec), caught
 
 
-def tell_of_changes(inputs: Tree, entered: Tree, versions: list[int]) -> None:
+def note_changes(inputs: Tree, aliases: Tree, versions: list[int]) -> None:
     """Where a layer modified a stage's input in place, let those know who saved it on the way here.
 
     Within a graph autograd sees to that; a stage on the same rank that made the input has another graph.
     """
-    for original, alias, version in zip(tensors(inputs), tensors(entered), versions, strict=True):
+    for original, alias, version in zip(tensors(inputs), tensors(aliases), versions, strict=True):
         if alias is not original and alias._version != version:
             torch.autograd.graph.increment_version(original)
 
@@ -90,7 +85,7 @@ class Graph:
     """
 
     roots: tuple[tuple[Any, int | torch.dtype], ...]
-    entry: Entry | None
+    input_gradients: list[torch.Tensor | None]  # of the inputs that need one, once the backward has run
 
 
 @dataclass(frozen=True)
@@ -118,18 +113,18 @@ class Held:
     """What a stage keeps of a micro-batch between its forward and its backward.
 
     segments has the positions of the layers of each segment: one segment unless checkpointing cuts more.
-    boundaries are the kept inputs of segments, with what the ledger is to release; earlier what
-    layers had before the segment's forward changed it.
+    boundaries are the kept inputs of segments, with what the ledger is to release; states what layers
+    kept before the segment's forward, where that has changed it.
     """
 
     step: StepContext
     objective: Objective | None
     needs_gradient: list[bool]
     segments: Sequence[range]
-    account: Account | None
+    weights: WeightGradients | None
     graphs: dict[int, Graph] = field(default_factory=dict)
     boundaries: dict[int, tuple[Tree, list[int]]] = field(default_factory=dict)
-    earlier: dict[int, Earlier] = field(default_factory=dict)
+    states: dict[int, LayerState] = field(default_factory=dict)
     gradients: list[torch.Tensor | None] = field(default_factory=list)  # of the segment that ran last
 
 
@@ -155,14 +150,16 @@ class Stage:
         self.index = index
         self.layers = nn.ModuleList(layers).to(device.torch_device)
         self._in_order = list(self.layers)  # a ModuleList takes its time to find one
+        self._keepers = [keepers(layer) for layer in layers]
         self.first_layer = first_layer
         self.device = device
         self.ledger = ledger
         self.statistics = RunningStatistics(self.layers)
+        self.shared_state = SharedState(self.layers, self.statistics)
         self._trains = {module: module.training for module in self.layers.modules()}  # as they were given
         self.unsplit: set[torch.Tensor] = set()  # weights that a split backward did not leave to its W
         self._products = weights_of_products(self.layers)
-        self._at_once = at_once(self._products)
+        self._in_product = in_product(self._products, ledger)
         self._held: dict[int, Held] = {}
         self._has_trained = self._trains_any()
         self._anchor = torch.empty(0, requires_grad=True, device=device.torch_device)
@@ -185,16 +182,17 @@ class Stage:
         """Run a micro-batch forward.
 
         needs_gradient has one flag for each tensor of `inputs`. With `segments` only each segment's input
-        is kept, to be recomputed from; without, everything the backward needs. With `defer_weights` the
-        backward leaves to `backward_weight` what only gradients of weights need.
+        is kept, to be recomputed from, and the loss comes with that; without, everything the backward needs.
+        With `defer_weights` the backward leaves to `backward_weight` what only gradients of weights need.
         """
         self.statistics.begin_microbatch()
         if not step.gradients:
             with torch.no_grad():
-                output = self._run(self._all, microbatch, inputs, step)
+                output = self._run(range(len(self.layers)), microbatch, inputs, step)
                 return self._finish(output, [False] * len(tensors(output)), objective, step)
-        account = Deferred(self.ledger) if defer_weights else self._at_once
-        held = Held(step, objective, needs_gradient, segments or [self._all], account)
+        weights = WeightGradients(self.ledger, deferred=True) if defer_weights else self._in_product
+        whole = [range(len(self.layers))]
+        held = Held(step, objective, needs_gradient, segments or whole, weights)
         self._held[microbatch] = held
         if segments is None:
             return self._with_graph(microbatch, 0, inputs, needs_gradient, "saved")
@@ -203,20 +201,24 @@ class Stage:
             for segment, layers in enumerate(segments):
                 held.boundaries[segment] = value, self.ledger.hold("boundary", tensors(value))
                 shielded = map_tensors(torch.clone, value)  # a layer that works in place must not reach it
-                changes = Changes(self._stateful(layers))
+                state = held.states[segment] = LayerState(self._stateful(layers))
                 value = self._run(layers, microbatch, shielded, step)
-                held.earlier[segment] = changes.before()
-            return self._finish(value, self._flags(value, needs_gradient), objective, step)
+                state.keep_changes()
+        return StageOutput(value, self._flags(value, needs_gradient))
 
-    def recompute(self, microbatch: int, segment: int) -> None:
-        """Run one segment forward again from its kept input, this time saving what its backward needs."""
+    def recompute(self, microbatch: int, segment: int) -> torch.Tensor | None:
+        """Run one segment forward again from its kept input, this time saving what its backward needs.
+
+        Returns the loss, at the end of the last stage.
+        """
         held = self._held[microbatch]
         inputs, _ = held.boundaries[segment]
         flags = held.needs_gradient if segment == 0 else self._flags(inputs, held.needs_gradient)
         self.statistics.recomputing = True
-        with as_before(held.earlier.pop(segment)):
-            self._with_graph(microbatch, segment, inputs, flags, "recomputed")
+        with held.states.pop(segment).in_place_of_now():
+            output = self._with_graph(microbatch, segment, inputs, flags, "recomputed")
         self.statistics.recomputing = False
+        return output.loss
 
     def backward(
         self, microbatch: int, segment: int = 0, gradients: list[torch.Tensor | None] | None = None
@@ -226,7 +228,7 @@ class Stage:
         gradients has one entry per output tensor that needs one, for the segment that runs first; the
         others go on from there, and the last stage starts from its loss. Returns the gradients of the
         input tensors that need one. A gradient is None, there and here, where no differentiable way leads
-        from the tensor to the loss: whatever depends on it alone then has none, as in one process.
+        from the tensor to the loss, or the loss does not count: whatever depends on it alone then has none.
         """
         held = self._held[microbatch]
         graph = held.graphs.pop(segment)
@@ -240,28 +242,27 @@ class Stage:
             elif incoming and (gradient := incoming[takes]) is not None:  # [] from a loss that does not count
                 edges.append(edge)
                 given.append(gradient)
-        deferred = held.account if isinstance(held.account, Deferred) else None
-        without = [] if deferred is None else [w for w in self._products if w.grad is None]
+        weights = held.weights
+        is_split = weights is not None and weights.deferred
+        without = [w for w in self._products if w.grad is None] if is_split else []
         if edges:
             roots = [edge.node for edge in edges]
-            with nullcontext() if held.account is None else held.account.collecting(roots):
+            with nullcontext() if weights is None else weights.collecting(roots):
                 torch.autograd.backward(edges, given)
-        if deferred is not None:
-            self.unsplit |= {w for w in without if w.grad is not None} - deferred.weights()
-        held.gradients = [] if graph.entry is None else graph.entry.gradients
-        if graph.entry is not None and held.objective is not None and held.objective.scale == 0.0:
-            held.gradients = graph.entry.filled()
+        if weights is not None and is_split:
+            self.unsplit |= {w for w in without if w.grad is not None} - weights.weights()
+        held.gradients = graph.input_gradients
         _, keys = held.boundaries.pop(segment, (None, []))
         self.ledger.release("boundary", keys)
-        if segment == 0 and deferred is None:
+        if segment == 0 and not is_split:
             del self._held[microbatch]
         return held.gradients
 
     def backward_weight(self, microbatch: int) -> None:
         """Compute the gradients of weights that `backward` left, and let the micro-batch go."""
-        account = self._held.pop(microbatch).account
-        assert isinstance(account, Deferred)
-        account.settle()
+        weights = self._held.pop(microbatch).weights
+        assert weights is not None
+        weights.flush()
 
     def begin(self, *, training: bool) -> None:
         """Start a step."""
@@ -269,6 +270,7 @@ class Stage:
         self._has_trained = self._trains_any()
         self.unsplit.clear()
         self._count_buffers()
+        self._keepers = [keepers(layer) for layer in self._in_order]
         for module, trains in self._trains.items():
             module.training = training and trains
         if training:
@@ -293,23 +295,19 @@ class Stage:
         """Whether a parameter here is trained: looked up once a step, since it takes a while."""
         return any(p.requires_grad for p in self.layers.parameters())
 
-    @property
-    def _all(self) -> range:
-        return range(len(self.layers))
-
     def _with_graph(
         self, microbatch: int, segment: int, inputs: Tree, flags: list[bool], category: str
     ) -> StageOutput:
         held = self._held[microbatch]
         objective = held.objective if segment == len(held.segments) - 1 else None
-        weights = nullcontext() if held.account is None else held.account.recording()
-        with torch.enable_grad(), self.ledger.saving(category), weights:
-            entered, entry = enter(inputs, flags, self._anchor)
-            versions = [t._version for t in tensors(entered)]
-            output = self._run(held.segments[segment], microbatch, entered, held.step)
+        splitting = nullcontext() if held.weights is None else SplitProducts(held.weights)
+        with torch.enable_grad(), self.ledger.saving(category), splitting:
+            aliases, input_gradients = graph_inputs(inputs, flags, self._anchor)
+            versions = [t._version for t in tensors(aliases)]
+            output = self._run(held.segments[segment], microbatch, aliases, held.step)
             result = self._finish(output, self._flags(output, flags), objective, held.step)
-        tell_of_changes(inputs, entered, versions)
-        held.graphs[segment] = Graph(_roots(result), entry)
+        note_changes(inputs, aliases, versions)
+        held.graphs[segment] = Graph(_roots(result), input_gradients)
         loss = None if result.loss is None else result.loss.detach()
         return StageOutput(map_tensors(torch.Tensor.detach, output), result.needs_gradient, loss)
 
@@ -322,8 +320,23 @@ class Stage:
         with self._numerics(step):
             for position in layers:
                 self.device.seed(layer_seed(step.seed, step.step, self.first_layer + position, microbatch))
-                value = self._in_order[position](value)
+                value = self._layer_output(position, value)
         return value
+
+    def _layer_output(self, position: int, value: Tree) -> Tree:
+        try:
+            output = self._in_order[position](value)
+        except RuntimeError as error:
+            if "saved tensor hooks" not in str(error):
+                raise
+            raise InputError(
+                "a layer that is trained differentiates by torch.autograd: torch.func's grad, vjp, jacrev "
+                "and hessian do not work where saved tensors are counted",
+                got=str(error),
+                where=f"layer {self.first_layer + position}",
+                remedy="torch.autograd.grad(y.sum(), x, create_graph=True), or torch.func.jvp or jacfwd",
+            ) from error
+        return apart_from_state(output, self._keepers[position]) if self._keepers[position] else output
 
     def _numerics(self, step: StepContext) -> Any:
         """Autocast, entered anew for every operation: it would hold its copies of weights until left."""
@@ -338,21 +351,20 @@ class Stage:
             return StageOutput(output, flags)
         with self._numerics(step):
             loss = objective.loss_fn(output, objective.target)
-        if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
-            got = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise InputError(
-                "a loss is one number, a tensor of shape ()",
-                got=got,
-                where="loss_fn",
-                remedy="return the mean over the rows",
-            )
-        if torch.is_grad_enabled() and any(flags) and not loss.requires_grad:
-            raise InputError(
-                "a loss is computed from the model's output, so that it has a gradient",
-                got="a loss without one",
-                where="loss_fn",
-                remedy="leave out detach(), item() and torch.no_grad()",
-            )
+        require(
+            isinstance(loss, torch.Tensor) and loss.dim() == 0,
+            "a loss is one number, a tensor of shape ()",
+            got=tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__,
+            where="loss_fn",
+            remedy="return the mean over the rows",
+        )
+        require(
+            loss.requires_grad or not (torch.is_grad_enabled() and any(flags)),
+            "a loss is computed from the model's output, so that it has a gradient",
+            got="a loss without one",
+            where="loss_fn",
+            remedy="leave out detach(), item() and torch.no_grad()",
+        )
         return StageOutput(output, flags, loss)
 
     def _flags(self, tree: Tree, input_flags: list[bool]) -> list[bool]:

@@ -1,33 +1,27 @@
-"""Gradients of weights: added up within their products, or left for W."""
+"""Gradients of weights apart from those of inputs: deferred to W, or accumulated within the product.
+
+A product is what a linear layer or a convolution makes of an input and a weight. Its backward has two parts,
+the gradient of the input (with the bias) and that of the weight. Here the second is a value: a split backward
+(zero bubble, arXiv 2401.10241) keeps it for W, and a large matrix adds it to `.grad` in one addmm, which
+needs neither a matrix for the part nor a second pass over the memory of the sum.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 from .ledger import Ledger, require_unchanged
 
-
-class Rule(Protocol):
-    """How a product is computed, and the parts of its backward."""
-
-    def output(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor: ...
-
-    def for_input(self, gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor: ...
-
-    def for_weight(self, gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor: ...
-
-    def for_bias(self, gradient: torch.Tensor) -> torch.Tensor: ...
-
-    def factors(self, gradient: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The matrices whose product is the gradient of the weight, where it is one."""
+LARGE = 2**18  # elements of a weight; with fewer, what a product costs in Python outweighs what it saves
 
 
 class Linear:
@@ -36,187 +30,118 @@ class Linear:
     def output(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return F.linear(x, weight, bias)
 
-    def for_input(self, gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return gradient @ weight.to(gradient.dtype)
+    def input_part(
+        self, gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *, needs: list[bool]
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The gradients of the input and of the bias, each if needed."""
+        of_input = gradient @ weight.to(gradient.dtype) if needs[0] else None
+        return of_input, _as_rows(gradient).sum(0) if needs[1] else None
 
-    def for_weight(self, gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def weight_part(self, gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         left, right = self.factors(gradient, x)
         return left @ right
 
-    def for_bias(self, gradient: torch.Tensor) -> torch.Tensor:
-        return _as_rows(gradient).sum(0)
-
     def factors(self, gradient: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return _as_rows(gradient).t(), _as_rows(x).to(gradient.dtype)
-
-
-LINEAR = Linear()
+        """The matrices whose product is the gradient of the weight."""
+        return _as_rows(gradient).t(), _as_rows(x)
 
 
 @dataclass(frozen=True)
 class Convolution:
-    """torch.convolution, not transposed."""
+    """F.conv1d, conv2d or conv3d, whichever `function` is."""
 
+    function: Callable[..., torch.Tensor]
     stride: list[int]
     padding: list[int]
     dilation: list[int]
     groups: int
 
-    @property
-    def _geometry(self) -> tuple[Any, ...]:
-        return self.stride, self.padding, self.dilation, False, [0] * len(self.stride), self.groups
-
     def output(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return torch.convolution(x, weight, bias, *self._geometry)
+        return self.function(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
 
-    def for_input(self, gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return self._backward(gradient, x, weight, [True, False, False])[0]
+    def input_part(
+        self, gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *, needs: list[bool]
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        of_input, _, of_bias = self._backward(gradient, x, weight, [needs[0], False, needs[1]])
+        return of_input, of_bias
 
-    def for_weight(self, gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def weight_part(self, gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return self._backward(gradient, x, weight, [False, True, False])[1]
-
-    def for_bias(self, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient.transpose(0, 1).flatten(1).sum(1)
-
-    def factors(self, gradient: torch.Tensor, x: torch.Tensor) -> None:
-        return None
 
     def _backward(
         self, gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mask: list[bool]
     ) -> tuple[Any, ...]:
-        x, weight = x.to(gradient.dtype), weight.to(gradient.dtype)
-        return torch.ops.aten.convolution_backward(gradient, x, weight, None, *self._geometry, mask)
-
-
-@dataclass(frozen=True, slots=True)
-class WeightPart:
-    """The weight's part of one product's backward, still to be computed."""
-
-    rule: Rule
-    gradient: torch.Tensor
-    x: torch.Tensor
-    weight: torch.Tensor
-
-    def compute(self) -> torch.Tensor:
-        return self.rule.for_weight(self.gradient, self.x, self.weight)
-
-    def add(self) -> None:
-        """Add it to the weight's `.grad`: within the product, which then needs no room of its own."""
-        with torch.no_grad():
-            total, factors = self.weight.grad, self.rule.factors(self.gradient, self.x)
-            if total is None:
-                self.weight.grad = self.compute().to(self.weight.dtype)
-            elif factors is None or total.dtype is not self.gradient.dtype:
-                total.add_(self.compute())
-            else:
-                torch.addmm(total, *factors, out=total)
-
-
-def product(
-    rule: Rule, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, account: Account | None
-) -> torch.Tensor:
-    """The product of what `is_plain`, the weight's part left to `account`.
-
-    Without an account it is autograd's as ever, but what is saved for the backward is the same.
-    """
-    return _Product.apply(rule, account, x, weight, bias)
-
-
-def is_plain(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether a product of these is as autograd has it: of tensors, and by a weight of the model.
-
-    A computed weight's gradient has further to go, and a hook may change it (one on the node that accumulates
-    it cannot be seen, and is called with None). Inside vmap, torch.func.grad and torch.compile autograd works
-    in other ways.
-    """
-    return (
-        weight.requires_grad
-        and weight.is_leaf
-        and weight.is_floating_point()
-        and weight.numel() > 0
-        and type(weight) in _PLAIN
-        and type(x) in _PLAIN
-        and not x.is_nested
-        and not _is_hooked(weight)
-        and torch.is_grad_enabled()
-        and not torch._C._are_functorch_transforms_active()
-        and not torch.compiler.is_compiling()
-    )
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
-def _is_hooked(weight: torch.Tensor) -> bool:
-    return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
-
-
-class _Product(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rule: Rule,
-        account: Account | None,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-    ) -> torch.Tensor:
-        ctx.rule, ctx.account = rule, account
-        ctx.weight, ctx.version = weight, weight._version  # the weight, not a copy of it
-        ctx.save_for_backward(x)
-        return rule.output(x, weight, bias).data  # no view, which the next layer might not modify
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rule, account, weight, (x,) = ctx.rule, ctx.account, ctx.weight, ctx.saved_tensors
-        _, _, for_input, _, for_bias = ctx.needs_input_grad
-        if for_input:
-            require_unchanged(weight, ctx.version)
-        part = WeightPart(rule, gradient, x, weight)
-        with (
-            torch._C.DisableTorchFunction()
-        ):  # these are no layer's, and to pass them through a mode takes time
-            of_input = rule.for_input(gradient, x, weight) if for_input else None
-            of_bias = rule.for_bias(gradient) if for_bias else None
-            if account is None or not account.is_open or _is_hooked(weight):
-                return None, None, of_input, part.compute() if _is_wanted(weight) else None, of_bias
-            account.owe(part)
-            return None, None, of_input, None, of_bias
-
-
-def _is_wanted(weight: torch.Tensor) -> bool:
-    """Whether the backward that is running goes on to this leaf."""
-    try:
-        return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(weight).node)
-    except RuntimeError:  # how torch answers for a leaf that autograd.grad has been asked about
-        return True
+        geometry = self.stride, self.padding, self.dilation, False, [0] * len(self.stride), self.groups
+        backward = torch.ops.aten.convolution_backward
+        return backward(gradient, x, weight.to(x.dtype), [weight.shape[0]], *geometry, mask)
 
 
 def _as_rows(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-LARGE = 2**18  # elements of a weight; with fewer, what `AtOnce` costs in Python outweighs what it saves
+@dataclass(frozen=True, slots=True)
+class WeightPart:
+    """The weight's part of one product's backward, still to be computed."""
+
+    product: Linear | Convolution
+    gradient: torch.Tensor
+    x: torch.Tensor
+    weight: torch.Tensor
+
+    def compute(self) -> torch.Tensor:
+        return self.product.weight_part(self.gradient, self.x, self.weight)
+
+    def accumulate(self) -> None:
+        """Add it to the weight's `.grad`: within the product, where that is one of matrices."""
+        with torch.no_grad():
+            total = self.weight.grad
+            if total is None:
+                self.weight.grad = self.compute().to(self.weight.dtype)
+            elif isinstance(self.product, Linear) and total.dtype is self.gradient.dtype:
+                torch.addmm(total, *self.product.factors(self.gradient, self.x), out=total)
+            else:
+                total.add_(self.compute())
 
 
-class Account:
-    """Takes the weights' parts of the stage's own backward, and of none that a layer may run within it."""
+@dataclass(eq=False)
+class WeightGradients:
+    """Takes the weights' parts of a stage's own backward, and of none that a layer may run within it.
 
+    deferred: keeps those of one micro-batch until `flush`, in their order; otherwise it takes large matrices
+    alone, and accumulates them as they come.
+    """
+
+    ledger: Ledger
+    deferred: bool
+    _parts: list[tuple[WeightPart, list[int]]] = field(default_factory=list)
     _task: int | None = None
+
+    def takes(self, product: type, x: torch.Tensor, weight: torch.Tensor) -> bool:
+        """Whether this is a product to take. A part that autocast has cast cannot be added within one."""
+        is_large = product is Linear and weight.numel() >= LARGE
+        return self.deferred or (is_large and _autocast_dtype(x) is None)
 
     @property
     def is_open(self) -> bool:
         return self._task is not None and torch._C._current_graph_task_id() == self._task
 
-    def takes(self, func: Any, weight: torch.Tensor) -> bool:
-        raise NotImplementedError
+    def add(self, part: WeightPart) -> None:
+        if self.deferred:
+            self._parts.append((part, self.ledger.hold("deferred", (part.x, part.gradient))))
+        else:
+            part.accumulate()
 
-    def owe(self, part: WeightPart) -> None:
-        raise NotImplementedError
+    def weights(self) -> set[torch.Tensor]:
+        """The weights whose gradients are deferred."""
+        return {part.weight for part, _ in self._parts}
 
-    def recording(self) -> WeightsApart:
-        """For the stage's forward."""
-        return WeightsApart(self)
+    def flush(self) -> None:
+        """Compute what was deferred and add it to the weights' `.grad`."""
+        while self._parts:
+            part, keys = self._parts.pop(0)
+            part.accumulate()
+            self.ledger.release("deferred", keys)
 
     @contextmanager
     def collecting(self, roots: Sequence[Any]) -> Iterator[None]:
@@ -224,7 +149,7 @@ class Account:
         handles = [node.register_prehook(self._note_task) for node in roots]
         try:
             # What runs forward again in a backward has to save what it saved before.
-            with WeightsApart(self, again=True):
+            with SplitProducts(self, again=True):
                 yield
         finally:
             self._task = None
@@ -235,46 +160,9 @@ class Account:
         self._task = torch._C._current_graph_task_id()
 
 
-@dataclass(eq=False)
-class Deferred(Account):
-    """What one micro-batch still owes to weights, in the order in which it came to be owed."""
-
-    ledger: Ledger
-    owed: list[tuple[WeightPart, list[int]]] = field(default_factory=list)
-
-    def takes(self, func: Any, weight: torch.Tensor) -> bool:
-        return True
-
-    def owe(self, part: WeightPart) -> None:
-        """Put off the weight's part of a product's backward."""
-        self.owed.append((part, self.ledger.hold("deferred", (part.x, part.gradient))))
-
-    def weights(self) -> set[torch.Tensor]:
-        """The weights whose gradients are owed."""
-        return {part.weight for part, _ in self.owed}
-
-    def settle(self) -> None:
-        """Compute what is owed and add it to the weights' `.grad`."""
-        while self.owed:
-            part, keys = self.owed.pop(0)
-            part.add()
-            self.ledger.release("deferred", keys)
-
-
-class AtOnce(Account):
-    """Large weights of linear layers. Autocast is left alone: it saves a smaller input."""
-
-    def takes(self, func: Any, weight: torch.Tensor) -> bool:
-        is_cast = torch.is_autocast_enabled(weight.device.type)
-        return func is F.linear and weight.numel() >= LARGE and not is_cast
-
-    def owe(self, part: WeightPart) -> None:
-        part.add()
-
-
-def at_once(weights: Sequence[torch.Tensor]) -> AtOnce | None:
+def in_product(weights: Iterable[torch.Tensor], ledger: Ledger) -> WeightGradients | None:
     """For a stage with these weights; None where none is large, so that its layers run as they are."""
-    return AtOnce() if any(weight.numel() >= LARGE for weight in weights) else None
+    return WeightGradients(ledger, False) if any(w.numel() >= LARGE for w in weights) else None
 
 
 def weights_of_products(layers: nn.Module) -> list[nn.Parameter]:
@@ -285,15 +173,15 @@ def weights_of_products(layers: nn.Module) -> list[nn.Parameter]:
     return [p for p in found if p.requires_grad and p.dim() > 1]
 
 
-class WeightsApart(TorchFunctionMode):
-    """A context in which linear layers and convolutions leave their weights' part to `account`.
+class SplitProducts(TorchFunctionMode):
+    """A context in which linear layers and convolutions leave their weights' part to `gradients`.
 
     again: they run within a backward, for somebody else's sake, and leave nothing.
     """
 
-    def __init__(self, account: Account, *, again: bool = False) -> None:
+    def __init__(self, gradients: WeightGradients, *, again: bool = False) -> None:
         super().__init__()
-        self.account = account
+        self.gradients = gradients
         self.again = again
 
     def __torch_function__(
@@ -309,9 +197,9 @@ class WeightsApart(TorchFunctionMode):
     def _linear(
         self, func: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        if not self._takes(func, input, weight, dims=2):
+        if weight.dim() != 2 or not self._takes(Linear, input, weight):
             return func(input, weight, bias)
-        return product(LINEAR, input, weight, bias, None if self.again else self.account)
+        return self._product(_LINEAR, input, weight, bias)
 
     def _convolution(
         self,
@@ -325,19 +213,113 @@ class WeightsApart(TorchFunctionMode):
         groups: int = 1,
     ) -> torch.Tensor:
         dims = _CONVOLUTIONS[func]
-        is_batch = not isinstance(padding, str) and input.dim() == dims + 2
-        if not is_batch or not self._takes(func, input, weight, dims=dims + 2):
+        is_batch = not isinstance(padding, str) and weight.dim() == input.dim() == dims + 2
+        if not is_batch or not self._takes(Convolution, input, weight):
             return func(input, weight, bias, stride, padding, dilation, groups)
         stride, padding, dilation = (_each(value, dims) for value in (stride, padding, dilation))
-        rule = Convolution(stride, padding, dilation, groups)
-        return product(rule, input, weight, bias, None if self.again else self.account)
+        product = Convolution(func, stride, padding, dilation, groups)
+        return self._product(product, input, weight, bias)
 
-    def _takes(self, func: Any, x: torch.Tensor, weight: torch.Tensor, *, dims: int) -> bool:
-        return is_plain(x, weight) and weight.dim() == dims and self.account.takes(func, weight)
+    def _takes(self, product: type, x: torch.Tensor, weight: torch.Tensor) -> bool:
+        return self.gradients.takes(product, x, weight) and _is_plain(x, weight)
+
+    def _product(
+        self, product: Linear | Convolution, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Without `gradients` the product is autograd's as ever, but saves the same for the backward."""
+        dtype = _autocast_dtype(x)
+        if dtype is not None and _is_cast(x):
+            x = x.to(dtype)  # by autograd: what is saved is the smaller copy
+        return _Product.apply(product, None if self.again else self.gradients, dtype, x, weight, bias)
 
 
+_LINEAR = Linear()
 _CONVOLUTIONS = {torch.conv1d: 1, torch.conv2d: 2, torch.conv3d: 3, F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def _each(value: Any, dims: int) -> list[int]:
     return [value] * dims if isinstance(value, int) else list(value)
+
+
+def _autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """What autocast, where it is on, casts a product's arguments to."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def _is_cast(tensor: torch.Tensor) -> bool:
+    """Whether autocast casts this argument of a product: double precision it leaves alone."""
+    return tensor.is_floating_point() and tensor.dtype is not torch.float64
+
+
+def _is_plain(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether a product of these is as autograd has it: of tensors, and by a weight of the model.
+
+    A computed weight's gradient has further to go, and a hook may change it (one on the node that accumulates
+    it cannot be seen, and is called with None). Inside vmap, torch.func.grad, forward-mode differentiation
+    and torch.compile autograd works in other ways.
+    """
+    return (
+        weight.requires_grad
+        and weight.is_leaf
+        and weight.is_floating_point()
+        and weight.numel() > 0
+        and type(weight) in _PLAIN
+        and type(x) in _PLAIN
+        and not x.is_nested
+        and not _is_hooked(weight)
+        and torch.is_grad_enabled()
+        and forward_ad._current_level < 0
+        and not torch._C._are_functorch_transforms_active()
+        and not torch.compiler.is_compiling()
+    )
+
+
+def _is_hooked(weight: torch.Tensor) -> bool:
+    return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        product: Linear | Convolution,
+        gradients: WeightGradients | None,
+        dtype: torch.dtype | None,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        ctx.product, ctx.gradients = product, gradients
+        ctx.weight, ctx.version = weight, weight._version  # the weight, not a copy of it
+        ctx.save_for_backward(x)
+        if dtype is not None:
+            # Autocast would keep its cast of the weight for the next use, and here that has no gradient.
+            with torch.autocast(x.device.type, enabled=False):
+                given = [t.to(dtype) if t is not None and _is_cast(t) else t for t in (weight, bias)]
+                return product.output(x, *given).data  # type: ignore[arg-type]
+        return product.output(x, weight, bias).data  # no view, which the next layer might not modify
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gradients, weight, (x,) = ctx.gradients, ctx.weight, ctx.saved_tensors
+        *_, of_input, _, of_bias = ctx.needs_input_grad
+        if of_input:
+            require_unchanged(weight, ctx.version)
+        part = WeightPart(ctx.product, gradient, x, weight)
+        needs = [of_input, of_bias]
+        with torch._C.DisableTorchFunction():  # no layer's products, and a mode would take time
+            parts = ctx.product.input_part(gradient, x, weight, needs=needs) if any(needs) else (None, None)
+            if gradients is None or not gradients.is_open or _is_hooked(weight):
+                return None, None, None, parts[0], part.compute() if _is_wanted(weight) else None, parts[1]
+            gradients.add(part)
+            return None, None, None, parts[0], None, parts[1]
+
+
+def _is_wanted(weight: torch.Tensor) -> bool:
+    """Whether the backward that is running goes on to this leaf."""
+    try:
+        return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(weight).node)
+    except RuntimeError:  # how torch answers for a leaf that autograd.grad has been asked about
+        return True

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from gpipe_lab.engine import weight_gradients as splitting
+from gpipe_lab.engine import weight_gradients
 from gpipe_lab.engine.device import CpuDevice
 from gpipe_lab.engine.ledger import Ledger
 from gpipe_lab.engine.stage import Stage, StepContext
@@ -330,7 +330,7 @@ LAYERS = {
 
 @pytest.fixture
 def all_are_large(monkeypatch):
-    monkeypatch.setattr(splitting, "LARGE", 1)
+    monkeypatch.setattr(weight_gradients, "LARGE", 1)
 
 
 def batch(shape=(2, 4, WIDTH), dtype=torch.float64):
