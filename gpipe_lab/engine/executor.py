@@ -207,7 +207,7 @@ class Step:
             self.rank,
             events=self.tracer.events(),
             memory=self.ledger.memory_rows(memory_ms),
-            losses={m: loss.item() for m, loss in self.losses.items()},
+            losses={m: loss.item() for m, loss in sorted(self.losses.items())},
             outputs=self.outputs,
             bytes_sent=self.mailbox.bytes_sent,
             overran=self.overran,

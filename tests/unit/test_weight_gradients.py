@@ -1,8 +1,12 @@
-"""Gradients of weights, put off or added up at once, are autograd's, whatever layers do by themselves."""
+"""Gradients of weights, deferred or accumulated within their products, are autograd's.
+
+Whatever layers do by themselves, under autocast too, and with no product or convolution done twice.
+"""
 
 import copy
 import gc
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -16,9 +20,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from gpipe_lab.engine import weight_gradients
 from gpipe_lab.engine.device import CpuDevice
 from gpipe_lab.engine.ledger import Ledger
+from gpipe_lab.engine.models import Block
 from gpipe_lab.engine.stage import Stage, StepContext
+from tests.layers import OwnFunction
 
 WIDTH, NUM_MICROBATCHES = 6, 3
+PLAIN = StepContext()
 
 
 class Around(nn.Module):
@@ -338,23 +345,25 @@ def batch(shape=(2, 4, WIDTH), dtype=torch.float64):
     return [torch.randn(shape, generator=generator, dtype=dtype) for _ in range(NUM_MICROBATCHES)]
 
 
-def by_autograd(layers, parts):
+def by_autograd(layers, parts, *, step=PLAIN):
+    """(gradients of the parameters, gradient of the last input)"""
+    model = nn.Sequential(*layers)
     for part in parts:
         x = part.clone().requires_grad_()
-        y = nn.Sequential(*layers)(x)
+        with torch.autocast("cpu", step.autocast) if step.autocast else nullcontext():
+            y = model(x)
         y.backward(torch.ones_like(y))
-    found = [p.grad for p in nn.Sequential(*layers).parameters()]
-    for p in nn.Sequential(*layers).parameters():
-        p.grad = None
+    found = [p.grad for p in model.parameters()]
+    model.zero_grad()
     return [*found, x.grad]
 
 
-def by_stage(layers, parts, *, split, recompute=False):
+def by_stage(layers, parts, *, split, recompute=False, step=PLAIN):
     """All forwards, then all backwards, as in GPipe."""
     stage = Stage(0, layers, 0, CpuDevice(), Ledger(0))
     segments = [range(len(layers))] if recompute else None
     outputs = [
-        stage.forward(m, part, [True], StepContext(), defer_weights=split, segments=segments).tree
+        stage.forward(m, part, [True], step, defer_weights=split, segments=segments).tree
         for m, part in enumerate(parts)
     ]
     for m, output in enumerate(outputs):
@@ -529,3 +538,232 @@ def test_a_stage_is_gone_with_its_last_reference(split, all_are_large):
         assert gone() is None
     finally:
         gc.enable()
+
+
+class Residual(nn.Module):
+    """A block as in a ResNet or a MobileNet: convolutions, batch norm, and a sum with its input."""
+
+    def __init__(self, width, groups=1):
+        super().__init__()
+        self.conv_1 = nn.Conv2d(width, width, 3, padding=1, groups=groups, bias=False)
+        self.norm_1, self.norm_2 = nn.BatchNorm2d(width), nn.BatchNorm2d(width)
+        self.conv_2 = nn.Conv2d(width, width, 1, padding="valid")
+
+    def forward(self, x):
+        return F.relu(self.norm_2(self.conv_2(F.relu(self.norm_1(self.conv_1(x))))) + x)
+
+
+class Ways(nn.Module):
+    """One weight in a linear layer and in a product by hand, and in double precision beside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.exact = nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, x):
+        return F.linear(x, self.weight) + x @ self.weight + self.exact(x.double()).float()
+
+
+class NoAutocast(Around):
+    """A layer that leaves autocast for its own product, as numerically delicate ones do."""
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return self.inner(x.float())
+
+
+class ConvForce(nn.Module):
+    """Differentiates through convolutions in its forward, with a graph of that."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(4, 4, 3, padding=1)
+
+    def forward(self, x):
+        with torch.enable_grad():
+            at = x if x.requires_grad else x.clone().requires_grad_()
+            (slope,) = torch.autograd.grad(self.conv(at).tanh().sum(), at, create_graph=True)
+        return x - slope
+
+
+AUTOCAST = {
+    "linear": ([nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)], (2, 4, WIDTH)),
+    "residual": ([nn.Conv2d(3, 4, 3, stride=2), Residual(4), Residual(4, groups=4)], (3, 3, 9, 9)),
+    "conv1d": ([nn.Conv1d(4, 6, 3), nn.GELU(), nn.Conv1d(6, 4, 3, dilation=2)], (3, 4, 12)),
+    "conv3d": ([nn.Conv3d(2, 4, 2), nn.Tanh(), nn.Conv3d(4, 2, 2)], (2, 2, 5, 5, 5)),
+    "transposed": ([nn.ConvTranspose1d(4, 4, 3), nn.Conv1d(4, 4, 3, bias=False)], (3, 4, 8)),
+    "classifier": ([nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(100, WIDTH)], (3, 3, 7, 7)),
+    "attention": ([Block(8, 2), nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)], (3, 4, 8)),
+    "one weight in two ways": ([Ways(), Ways()], (2, 4, WIDTH)),
+    "without autocast inside": ([nn.Linear(WIDTH, WIDTH), NoAutocast()], (2, 4, WIDTH)),
+    "a force through a convolution": ([nn.Conv1d(4, 4, 1), ConvForce()], (2, 4, 7)),
+    "checkpointed": ([Checkpointed(False), Checkpointed(True)], (2, 4, WIDTH)),
+}
+SUMMED_IN_BF16 = (
+    "one weight in two ways",
+    "a force through a convolution",
+)  # by autograd, and here in float32
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("name", AUTOCAST)
+def test_autocast_of_every_product_is_torchs(name, split, recompute, all_are_large):
+    """The same casts, so the same bits."""
+    layers, shape = AUTOCAST[name]
+    torch.manual_seed(0)
+    parts = batch(shape, torch.float32)
+    cast = StepContext(autocast=torch.bfloat16)
+    expected = by_autograd(copy.deepcopy(layers), parts, step=cast)
+    mine = by_stage(copy.deepcopy(layers), parts, split=split, recompute=recompute, step=cast)
+    for found, wanted in zip(mine, expected, strict=True):
+        assert found.dtype is wanted.dtype
+        assert torch.equal(found, wanted) or (
+            name in SUMMED_IN_BF16 and (found - wanted).norm() <= 2**-8 * wanted.norm()
+        )
+
+
+class ByHand(nn.Module):
+    """A product that does not go through a linear layer: all of its backward comes at once."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+class Scaled(nn.Module):
+    """A linear layer whose weight is computed, so its gradient has further to go."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.randn(width, width)), nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return F.linear(x, self.weight * self.scale)
+
+
+SPLIT = {
+    "linear": ([nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6, bias=False)], (5, 6)),
+    "linear with a frozen bias": ([nn.Linear(6, 6)], (5, 6)),
+    "attention": ([Block(8, 2), Block(8, 2)], (3, 4, 8)),
+    "conv1d": ([nn.Conv1d(4, 6, 3, padding=1), nn.ReLU(), nn.Conv1d(6, 4, 3, stride=2)], (3, 4, 11)),
+    "conv2d": ([nn.Conv2d(4, 8, 3, padding=1, groups=2), nn.GELU(), nn.Conv2d(8, 4, 1)], (2, 4, 7, 7)),
+    "conv3d": ([nn.Conv3d(2, 3, 2, dilation=2)], (2, 2, 5, 5, 5)),
+    "conv2d, padding by name": ([nn.Conv2d(4, 4, 3, padding="same")], (2, 4, 5, 5)),
+    "norms": ([nn.LayerNorm(6), nn.Linear(6, 6), nn.LayerNorm(6)], (5, 6)),
+    "by hand": ([ByHand(6), nn.Linear(6, 6)], (5, 6)),
+    "computed weight": ([Scaled(6), nn.Linear(6, 6)], (5, 6)),
+    "no weights": ([nn.Tanh()], (5, 6)),
+    "multihead attention": ([nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)], (3, 4, 8)),
+}
+
+
+def both_parts(stage, x, given, *, split, segments=None):
+    """(gradient of the input, gradients of the weights, FLOPs of the backward and of its second part)."""
+    for p in stage.layers.parameters():
+        p.grad = None
+    stage.forward(0, x, [True], StepContext(), defer_weights=split, segments=segments)
+    with FlopCounterMode(display=False) as first:
+        if segments is not None:
+            stage.recompute(0, 0)
+        (gradient,) = stage.backward(0, 0, [given])
+    with FlopCounterMode(display=False) as second:
+        if split:
+            stage.backward_weight(0)
+    flops = first.get_total_flops(), second.get_total_flops()
+    return gradient, [p.grad for p in stage.layers.parameters()], flops
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_gradients_and_flops_are_those_of_the_whole_backward(name):
+    torch.manual_seed(0)
+    layers, shape = SPLIT[name]
+    stage = Stage(0, [layer.double() for layer in layers], 0, CpuDevice(), Ledger(0))
+    if "frozen" in name:
+        stage.layers[0].bias.requires_grad_(False)
+    x = torch.randn(shape, dtype=torch.float64)
+    with torch.no_grad():
+        given = torch.randn_like(nn.Sequential(*stage.layers)(x))
+    whole, weights, (flops, none) = both_parts(stage, x, given, split=False)
+    for segments in (None, [range(len(layers))]):
+        halves, split_weights, (first, second) = both_parts(stage, x, given, split=True, segments=segments)
+        assert torch.allclose(halves, whole, rtol=1e-12)
+        for mine, theirs in zip(split_weights, weights, strict=True):
+            assert (mine is None) == (theirs is None)
+            assert mine is None or torch.allclose(mine, theirs, rtol=1e-12)
+        if segments is None:
+            assert first + second == flops and none == 0
+    assert stage.ledger.totals["deferred"] == stage.ledger.totals["saved"] == 0
+
+
+NOT_SPLIT = {
+    "linear": set(),
+    "attention": set(),
+    "conv1d": set(),
+    "norms": set(),
+    "no weights": set(),
+    "by hand": {"0.weight"},
+    "computed weight": {"0.weight"},
+    "conv2d, padding by name": {"0.weight"},
+    "multihead attention": {"0.self_attn.in_proj_weight", "0.self_attn.out_proj.weight"},
+}
+
+
+def unsplit_names(layers, x, *, segments=None, repeats=1):
+    """The weights of `layers` whose gradients a split backward did not put off."""
+    stage = Stage(0, layers, 0, CpuDevice(), Ledger(0))
+    for _ in range(repeats):
+        stage.begin(training=True)
+        stage.layers.zero_grad()  # as the engine does: earlier steps' gradients are set aside
+        for m in range(2):
+            output = stage.forward(m, x, [True], StepContext(), segments=segments, defer_weights=True)
+            if segments is not None:
+                stage.recompute(m, 0)
+            stage.backward(m, 0, [torch.ones_like(output.tree)])
+            stage.backward_weight(m)
+    names = {id(p): name for name, p in stage.layers.named_parameters()}
+    return {names[id(weight)] for weight in stage.unsplit}
+
+
+@pytest.mark.parametrize("name", NOT_SPLIT)
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_what_is_not_split_is_known(name, checkpointed):
+    layers, shape = SPLIT[name]
+    segments = [range(len(layers))] if checkpointed else None
+    layers = [layer.double() for layer in layers]
+    x = torch.randn(shape, dtype=torch.float64)
+    for repeats in (1, 2):
+        assert unsplit_names(layers, x, segments=segments, repeats=repeats) == NOT_SPLIT[name]
+
+
+def test_a_function_of_ones_own_is_not_split():
+    assert unsplit_names([OwnFunction(6), nn.Linear(6, 6)], torch.randn(5, 6)) == {"0.weight"}
+
+
+def test_ties_within_a_stage_are_split():
+    first, second = nn.Linear(6, 6), nn.Linear(6, 6)
+    second.weight = first.weight
+    assert unsplit_names([first, second], torch.randn(5, 6)) == set()
+
+
+def test_the_first_part_leaves_half_of_a_linear_layer_to_the_second():
+    stage = Stage(0, [nn.Linear(8, 8)], 0, CpuDevice(), Ledger(0))
+    x = torch.randn(4, 8)
+    _, _, (first, second) = both_parts(stage, x, torch.randn(4, 8), split=True)
+    assert first == second == 2 * 4 * 8 * 8
+
+
+def test_what_is_put_off_is_counted_until_it_is_done():
+    ledger = Ledger(0)
+    stage = Stage(0, [nn.Linear(8, 8)], 0, CpuDevice(), ledger)
+    stage.forward(0, torch.randn(4, 8), [True], StepContext(), defer_weights=True)
+    assert ledger.totals["saved"] == 4 * 8 * 4
+    stage.backward(0, 0, [torch.randn(4, 8)])
+    assert ledger.totals["saved"] == 0
+    assert ledger.totals["deferred"] == 2 * 4 * 8 * 4  # the layer's input and its output's gradient
+    stage.backward_weight(0)
+    assert ledger.totals["deferred"] == 0
