@@ -271,14 +271,16 @@ class Stage:
         self.unsplit.clear()
         self._count_buffers()
         self._keepers = [keepers(layer) for layer in self._in_order]
+        self._before = LayerState(module for modules in self._keepers for module in modules)
         for module, trains in self._trains.items():
             module.training = training and trains
         if training:
             self.statistics.begin()
 
     def abandon(self) -> None:
-        """Let go of a step that was given up; running statistics stay where they were."""
+        """Let go of a step that was given up; what layers keep is as it was before it."""
         self._held.clear()
+        self._before.restore()
         self.statistics.abandon()
 
     def end(self) -> None:
