@@ -1,17 +1,15 @@
 import dataclasses
 import doctest
-import itertools
 import pickle
 import time
 
 import numpy as np
 import pytest
-from plan_oracle import GRIDS, LARGE, B, F, needed
+from plan_oracle import GRIDS, LARGE, B, F, can_run, needed
 
 import gpipe_lab as gl
 from gpipe_lab import Kind, Op
 from gpipe_lab.plan import formulas, schedules
-from gpipe_lab.plan.partition import uniform
 
 TRAINING = ["naive", "gpipe", "one_f_one_b"]
 
@@ -25,17 +23,6 @@ def test_the_pictures_in_the_docstrings_are_true():
     assert (found.failed, found.attempted) == (0, len(gl.SCHEDULES) + 1)
 
 
-@pytest.mark.parametrize("name", TRAINING)
-@pytest.mark.parametrize("shape", [GRIDS, LARGE], ids=["small", "large"])
-def test_each_operation_once_on_its_rank(name, shape):
-    for p, m in shape:
-        schedule = gl.SCHEDULES[name](p, m)
-        flat = [op for row in schedule.ops for op in row]
-        assert len(flat) == 2 * p * m
-        assert set(flat) == every_op(p, m, (F, B))
-        assert all(op.stage == rank for rank, row in enumerate(schedule.ops) for op in row)
-
-
 @pytest.mark.parametrize("make", [gl.interleaved, gl.zero_bubble_v], ids=lambda make: make.__name__)
 def test_forwards_go_down_any_placement(make):
     for p, m in GRIDS:
@@ -44,18 +31,6 @@ def test_forwards_go_down_any_placement(make):
         gl.validate(gl.lower(schedule))
         assert gl.simulate(schedule).makespan_ms >= len(place) + m - 1
         assert {op for row in schedule.ops for op in row} == every_op(len(place), m, (F,))
-
-
-@pytest.mark.parametrize("name", [*TRAINING, "forward_only"])
-def test_dependencies_are_respected_on_the_clock(name):
-    for p, m in GRIDS:
-        schedule = gl.SCHEDULES[name](p, m)
-        trace = gl.simulate(schedule, gl.Costs(forward=1.5, backward=2.25))
-        when = {e.op: e for e in trace.computations}
-        for op, event in when.items():
-            assert all(when[source].end_ms <= event.start_ms for source in needed(op, schedule))
-        for row in schedule.ops:
-            assert all(when[a].end_ms <= when[b].start_ms for a, b in itertools.pairwise(row))
 
 
 def test_dependencies_follow_their_definition():
@@ -88,10 +63,6 @@ def test_all_four_stages_work_only_at_two_slots():
     assert [t for t, column in enumerate(columns) if "." not in column] == [3, 10]
 
 
-def test_the_first_row_of_two_by_two():
-    assert str(gl.gpipe(2, 2)).splitlines()[0] == "F0 F1 . . B1 B0"
-
-
 def test_naive_is_a_staircase():
     for p in range(1, 9):
         cells = gl.naive(p).cells()
@@ -104,14 +75,6 @@ def test_naive_never_keeps_two_ranks_busy():
     for p, m in GRIDS:
         columns = zip(*gl.naive(p, m).cells(), strict=True)
         assert all(sum(cell != "." for cell in column) == 1 for column in columns)
-
-
-def test_one_f_one_b_grid():
-    assert str(gl.one_f_one_b(3, 4)).splitlines() == [
-        "F0 F1 F2 . . B0 F3 B1 . B2 . B3",
-        ". F0 F1 . B0 F2 B1 F3 B2 . B3 .",
-        ". . F0 B0 F1 B1 F2 B2 F3 B3 . .",
-    ]
 
 
 def test_idle_slots_of_gpipe_are_at_start_middle_and_end():
@@ -260,16 +223,6 @@ def test_a_schedule_with_recompute_takes_no_mode():
         gl.with_recompute(schedule, "always")
 
 
-def test_uniform_stages_cover_every_layer_once():
-    for layers in range(1, 20):
-        for stages in range(1, layers + 1):
-            parts = uniform(layers, stages)
-            assert [i for part in parts for i in part] == list(range(layers))
-            assert max(map(len, parts)) - min(map(len, parts)) <= 1
-    with pytest.raises(gl.InputError, match="at least one layer"):
-        uniform(3, 4)
-
-
 def test_closed_forms():
     table = [round(100 * formulas.bubble_fraction(8, m), 1) for m in (1, 2, 4, 8, 16, 32, 64, 128)]
     assert table == [87.5, 77.8, 63.6, 46.7, 30.4, 17.9, 9.9, 5.2]
@@ -279,6 +232,22 @@ def test_closed_forms():
     assert fraction == pytest.approx(0.3) and overhead == pytest.approx(3 / 7)
     assert fraction / (1 - fraction) == pytest.approx(overhead)
     assert formulas.laundry_minutes([30, 60, 20], 5) == 110 + 4 * 60
+
+
+def test_gpipe_first_in_first_out():
+    assert str(gl.gpipe(2, 3, backward="fifo")).splitlines() == [
+        "F0 F1 F2 . . B0 B1 B2",
+        ". F0 F1 F2 B0 B1 B2 .",
+    ]
+    assert gl.gpipe(3, 4, backward="reversed") == gl.gpipe(3, 4)
+    for p, m in GRIDS[::5]:
+        fifo, reverse = gl.gpipe(p, m, backward="fifo"), gl.gpipe(p, m)
+        assert can_run(gl.lower(fifo))
+        assert gl.peak_in_flight(fifo) == gl.peak_in_flight(reverse) == (m,) * p
+        assert gl.simulate(fifo).makespan_ms == gl.simulate(reverse).makespan_ms
+    for bad in ("lifo", None, True, 1):
+        with pytest.raises(gl.InputError, match="first in, first out"):
+            gl.gpipe(2, 2, backward=bad)
 
 
 @pytest.mark.alone

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_oracle import (
     GRIDS,
-    LARGE,
     RECV_B,
     RECV_F,
     SEND_F,
@@ -24,7 +23,6 @@ from plan_oracle import (
     can_run,
     crossing,
     graph,
-    interleaved,
     is_complete,
     loop,
     random_schedule,
@@ -52,22 +50,6 @@ def refused(schedule: Schedule) -> ScheduleError:
 
 def marked(error: ScheduleError) -> list[str]:
     return re.findall(r">>(\S+?)<<", error.grid)
-
-
-@pytest.mark.parametrize("name", list(gl.SCHEDULES))
-def test_the_schedules_are_valid_in_every_checkpoint_mode(name):
-    for p, m in allowed(name, GRIDS + LARGE[:2]):
-        for mode in MODES:
-            for early in (False, True):
-                schedule = gl.SCHEDULES[name](p, m)
-                gl.validate(gl.with_recompute(schedule, mode, early, layers_per_stage=3))
-
-
-def test_several_stages_on_a_rank_are_valid():
-    for r, m in [(2, 2), (2, 6), (4, 8)]:
-        for chunks in (1, 2, 3):
-            gl.validate(interleaved(r, m, chunks))
-            gl.validate(gl.with_recompute(interleaved(r, m, chunks), "always"))
 
 
 def test_a_missing_operation():

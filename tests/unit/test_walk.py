@@ -13,6 +13,7 @@ import gpipe_lab as gl
 from gpipe_lab import Costs
 from gpipe_lab.plan.ops import COMPUTE
 from gpipe_lab.plan.trace import Trace
+from gpipe_lab.plan.walk import walk
 
 PLACES = [(0,), (0, 1), (0, 1, 2), loop(2), v_shape(2), v_shape(3), (0, 0, 1), (1, 0)]
 
@@ -92,6 +93,23 @@ def test_a_walk_is_a_stuck_one_where_ranks_wait_in_a_circle():
     assert schedule.walked.is_stuck and str(schedule).splitlines()[0] == "B0 F0"
     with pytest.raises(gl.ScheduleError):
         gl.simulate(schedule)
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(st.integers(0, 10**6), st.sampled_from(PLACES), st.integers(1, 4), st.sampled_from(["F", "B", "IW"]))
+def test_other_orders_of_the_same_operations_are_walked_by_number(seed, place, m, kind):
+    rng = random.Random(seed)
+    basis, other = (random_schedule(rng, place, m, kind) for _ in range(2))
+    graph, costs = basis.graph, costs_from(rng, len(place))
+    number = {op: i for i, op in enumerate(graph.ops)}
+    walked = walk(graph, [[number[op] for op in row] for row in other.ops])
+    assert not walked.is_stuck and sorted(walked.order) == list(range(len(graph.ops)))
+    work_ms, travel_ms = (
+        [price(op, basis) for op in graph.ops] for price in (costs.duration_ms, costs.delay_ms)
+    )
+    starts, ends = walked.times(work_ms, travel_ms)
+    for event in gl.simulate(other, costs).computations:
+        assert (starts[number[event.op]], ends[number[event.op]]) == (event.start_ms, event.end_ms)
 
 
 def fastest(action, times=5):

