@@ -34,8 +34,8 @@ book: $(READY)
 	$(BIN)/python -m gpipe_lab.course.book -o site
 
 bench: $(READY)
-	$(BIN)/python -m gpipe_lab.bench --out data/runs/bench_cpu.csv
-	$(BIN)/python -m gpipe_lab.bench --picture data/runs/gpipe_p4_m8.png
+	$(BIN)/python -m gpipe_lab.tools.bench --out data/runs/bench_cpu.csv
+	$(BIN)/python -m gpipe_lab.tools.bench --picture data/runs/gpipe_p4_m8.png
 
 lint: $(READY)
 	$(BIN)/ruff check .

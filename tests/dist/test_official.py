@@ -8,12 +8,11 @@ from torch import nn
 
 import gpipe_lab as gl
 from gpipe_lab import check
-from gpipe_lab.bench import their_traces
-from gpipe_lab.bench.counterpart import TORCH_SCHEDULES
-from gpipe_lab.bench.measure import paced, real
-from gpipe_lab.bench.record import LONGER
 from gpipe_lab.course.exercises.ch09 import PORT
 from gpipe_lab.course.official import torch_listing
+from gpipe_lab.tools.bench import paced, real
+from gpipe_lab.tools.record import LONGER
+from gpipe_lab.tools.torch_pipeline import TORCH_SCHEDULES, their_traces
 
 pytestmark = pytest.mark.dist
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from gpipe_lab.bench import origin
+from gpipe_lab.tools.record import origin
 
 from .checks import CHECKS
 

@@ -1,7 +1,7 @@
 """How the benchmark takes turns, and what it makes of two engines' figures."""
 
-from gpipe_lab.bench.measure import beside, in_turns
-from gpipe_lab.bench.record import LONGER, OURS, TORCH, markdown, read, write
+from gpipe_lab.tools.bench import beside, in_turns
+from gpipe_lab.tools.record import LONGER, OURS, TORCH, markdown, read, write
 
 
 def test_every_turn_asks_both_in_alternating_order_and_the_first_only_warms_up():

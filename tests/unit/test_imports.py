@@ -12,9 +12,9 @@ import pytest
 import gpipe_lab
 
 ROOT = Path(gpipe_lab.__file__).parent
-LEVEL = {"plan": 0, "planner": 1, "engine": 2, "lab": 3}
-LEAF = 4  # view, course and the like: no other folder imports them
-COMMAND = 5  # what is run as python -m gpipe_lab.NAME may import everything
+LEVEL = {"plan": 0, "planner": 1, "engine": 2, "lab": 3, "tools": 5}
+LEAF = 4  # view, course and the like: no other folder imports them but tools
+COMMAND = 6  # what is run as python -m gpipe_lab.NAME may import everything
 HEAVY = ("torch", "matplotlib", "pandas", "ipywidgets", "numpy", "IPython", "cloudpickle")
 
 

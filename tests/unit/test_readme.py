@@ -6,9 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from gpipe_lab.bench.record import LONGER, markdown, read
 from gpipe_lab.course.grade import CRASHED, MISSING, SYNTAX, TIMED_OUT, UNREADABLE
 from gpipe_lab.course.grading import FAILED, NOT_DONE, PASSED
+from gpipe_lab.tools.record import LONGER, markdown, read
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -84,10 +84,11 @@ class _Rank:
         stages: list[nn.Module],
         name: str,
         num_microbatches: int,
+        stage_to_rank: tuple[int, ...],
         pace: Pace | None,
     ) -> None:
         self.rank = context.rank
-        self.home = _home(name, context.num_ranks, num_microbatches)
+        self.home = stage_to_rank
         self.stages = [
             TimedTorchStage(stage, index, len(stages), pace)
             for index, stage in enumerate(stages)
@@ -122,11 +123,6 @@ def _step(context: RankContext, x: torch.Tensor) -> tuple[list[Timed], int]:
     return context.state["torch's pipeline"].step(x)
 
 
-def _home(name: str, num_ranks: int, num_microbatches: int) -> tuple[int, ...]:
-    """Stages lie on the ranks as in this package's schedule of the same name."""
-    return SCHEDULES[name](num_ranks, num_microbatches).stage_to_rank
-
-
 class TorchPipeline:
     """torch's schedule of that name on a lab's workers, where it stays until the next one is made."""
 
@@ -142,9 +138,10 @@ class TorchPipeline:
         self.lab = lab
         self.schedule = schedule
         self.num_microbatches = num_microbatches
-        self.home = _home(schedule, lab.num_ranks, num_microbatches)
+        # Stages lie on the ranks as in this package's schedule of the same name.
+        self.home = SCHEDULES[schedule](lab.num_ranks, num_microbatches).stage_to_rank
         self.source = MEASURED if pace is None else PACED
-        lab.launch(_set_up, stages, schedule, num_microbatches, pace)
+        lab.launch(_set_up, stages, schedule, num_microbatches, self.home, pace)
 
     def step(self, x: torch.Tensor) -> tuple[Trace, int]:
         """A training step as a trace, of computations only, and the most that a rank saved for backward.

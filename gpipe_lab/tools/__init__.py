@@ -1,0 +1,1 @@
+"""For maintainers: what the engine costs, and what holds on a machine."""
