@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -25,9 +24,9 @@ from .messages import BoundaryChanged, NothingCame
 from .shared_objects import SharedObjects
 from .stage import Stage
 from .transport import Transport
+from .updates import MakeOptimizer, MakeScheduler, Updates
 
 Layer = nn.Module | Callable[[], nn.Module]  # a factory builds its layer where it is to live
-NamedParameters = list[tuple[str, nn.Parameter]]
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,8 @@ class PipelineSpec:
 
     stages: tuple[StageSpec, ...]
     loss_fn: LossFn | None = None
-    optimizer: Callable[[NamedParameters], torch.optim.Optimizer] | None = None
-    scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
+    optimizer: MakeOptimizer | None = None
+    scheduler: MakeScheduler | None = None
     scheduler_per: str = "step"  # or "epoch": it moves when it is told to
     max_norm: float | None = None
     ties: tuple[Tie, ...] = ()
@@ -95,33 +94,10 @@ class RankPipeline:
             spec.loss_fn.to(device.torch_device) if isinstance(spec.loss_fn, nn.Module) else spec.loss_fn
         )
         self.executor = Executor(rank, self.stages, device, self.ledger, board, self.gradients, loss_fn)
-        trained = [(name, p) for name, p in self.parameters.items() if p.requires_grad]
-        self.optimizer = spec.optimizer(trained) if spec.optimizer is not None and trained else None
-        has_scheduler = spec.scheduler is not None and self.optimizer is not None
-        self.scheduler = spec.scheduler(self.optimizer) if has_scheduler else None  # type: ignore[misc, arg-type]
-        self._require_plain_steps()
-        self._optimizer_keys: list[int] = []
+        self.updates = Updates(
+            self.parameters, spec.optimizer, spec.scheduler, per=spec.scheduler_per, ledger=self.ledger
+        )
         self._gradients_are_used = False
-
-    def _require_plain_steps(self) -> None:
-        has_weights = any(p.requires_grad for p in self.parameters.values())
-        is_plain = isinstance(self.optimizer, torch.optim.Optimizer)
-        require(
-            self.spec.optimizer is None
-            or not has_weights
-            or (is_plain and steps_alone(type(self.optimizer))),
-            "optimizer gives a torch Optimizer whose step needs no closure",
-            got=type(self.optimizer).__name__,
-            where="optimizer",
-            remedy="functools.partial(torch.optim.SGD, lr=0.1)",
-        )
-        require(
-            self.scheduler is None or self.spec.scheduler_per == "epoch" or steps_alone(type(self.scheduler)),
-            "scheduler gives one whose step needs no metric",
-            got=type(self.scheduler).__name__,
-            where="scheduler",
-            remedy='scheduler_per="epoch", and pipe.scheduler_step(metric) after each',
-        )
 
     def _build(self, spec: StageSpec) -> Stage:
         layers = []
@@ -236,11 +212,7 @@ class RankPipeline:
         start = self.device.stamp()
         if self.spec.max_norm is not None:
             self.gradients.scale(min(1.0, self.spec.max_norm / (norm + 1e-6)))  # as clip_grad_norm_
-        if self.optimizer is not None:
-            self.optimizer.step()
-            self.count_optimizer()
-        if self.scheduler is not None and self.spec.scheduler_per == "step":
-            self.scheduler.step()
+        self.updates.step()
         self._gradients_are_used = True
         started, ended = self.device.times([start, self.device.stamp()])
         self.executor.board.clear()
@@ -248,31 +220,15 @@ class RankPipeline:
 
     def scheduler_step(self, *metrics: float) -> None:
         """Move the scheduler on by one."""
-        if self.scheduler is not None:
-            self.scheduler.step(*metrics)
+        self.updates.scheduler_step(*metrics)
 
     def set_lr(self, lr: float) -> None:
         """Give every group of the optimizer this learning rate."""
-        for group in [] if self.optimizer is None else self.optimizer.param_groups:
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(lr)
-            else:
-                group["lr"] = lr
+        self.updates.set_lr(lr)
 
     def learning_rates(self) -> dict[str, float]:
         """The learning rate of each trained parameter here; none from a copy."""
-        if self.optimizer is None or self.spec.replica > 0:
-            return {}
-        names = {id(p): name for name, p in self.parameters.items()}
-        groups = self.optimizer.param_groups
-        return {names[id(p)]: float(group["lr"]) for group in groups for p in group["params"]}
-
-    def count_optimizer(self) -> None:
-        """Tell the ledger what the optimizer holds now."""
-        assert self.optimizer is not None
-        self.ledger.release("optimizer", self._optimizer_keys)
-        state = [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
-        self._optimizer_keys = self.ledger.hold("optimizer", state)
+        return self.updates.learning_rates() if self.spec.replica == 0 else {}
 
     def evaluate(self, job: StepJob, transport: Transport) -> tuple[RankResult, float]:
         """A forward-only step without gradients; the result and the loss of the batch (0 without targets)."""
@@ -322,15 +278,6 @@ class RankPipeline:
 def shape_of(value: Any) -> tuple[int, ...] | None:
     """A tensor's shape; None for what is not a tensor."""
     return tuple(value.shape) if isinstance(value, torch.Tensor) else None
-
-
-def steps_alone(kind: type | None) -> bool:
-    """Whether an optimizer or scheduler of this class steps without arguments; yes where nothing is known."""
-    if kind is None:
-        return True
-    taken = list(inspect.signature(getattr(kind, "step", kind)).parameters.values())[1:]
-    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return hasattr(kind, "step") and all(p.default is not p.empty or p.kind in optional for p in taken)
 
 
 def _once(parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:

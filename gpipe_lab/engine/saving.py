@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,6 @@ from .transport import Transport
 State = dict[str, Any]
 Ties = tuple[tuple[str, ...], ...]  # the names of each tied weight
 Shapes = Mapping[str, tuple[int, ...] | None]  # None: not a tensor
-Home = tuple[State, int]  # where a parameter was saved: a rank's settings, and the group of its optimizer
-Source = tuple[State, int, int]  # a saved scheduler, a group of its optimizer's, and how many that had
-NOT_SETTINGS = ("params", "param_names")  # of an optimizer's group: which parameters, not how they move
 _PREFIX = "save-"
 _UNFINISHED = ".part"
 
@@ -61,28 +58,21 @@ def _state_of(pipeline: RankPipeline, steps: int) -> State:
     weights differently. Tuples are written as one entry each.
     """
     ties = tuple(tie.names for tie in pipeline.spec.ties)
-    optimizer, scheduler = pipeline.optimizer, pipeline.scheduler
-    names = {id(p): _saved_name(name, ties) for name, p in pipeline.parameters.items()}
-    state: State = {
+
+    def saved_name(name: str) -> str:
+        return _saved_name(name, ties)
+
+    def saved(values: Mapping[str, Any]) -> State:
+        return {saved_name(name): value for name, value in values.items()}
+
+    settings = pipeline.updates.settings(saved_name) if pipeline.spec.replica == 0 else None
+    return {
         "training": {"steps": steps, "ties": ties},
-        "weights": {_saved_name(name, ties): value for name, value in pipeline.weights().items()},
-        "gradients": {_saved_name(n, ties): value for n, value in pipeline.pending_gradients().items()},
-        "optimizer": {},
-        "settings": {},
+        "weights": saved(pipeline.weights()),
+        "gradients": saved(pipeline.pending_gradients()),
+        "optimizer": saved(pipeline.updates.states()),
+        "settings": {} if settings is None else {str(pipeline.rank): settings},
     }
-    if optimizer is not None:
-        state["optimizer"] = {names[id(p)]: dict(s) for p, s in optimizer.state.items() if id(p) in names}
-        if pipeline.spec.replica == 0:
-            state["settings"][str(pipeline.rank)] = {
-                "optimizer": _kind(optimizer),
-                "groups": tuple(
-                    (tuple(names[id(p)] for p in group["params"]), tuple(_settings(group).items()))
-                    for group in optimizer.param_groups
-                ),
-                "scheduler": "" if scheduler is None else _kind(scheduler),
-                "schedule": () if scheduler is None else tuple(scheduler.state_dict().items()),
-            }
-    return state
 
 
 def load_state(pipeline: RankPipeline, transport: Transport, folder: str | Path) -> int:
@@ -102,15 +92,14 @@ def load_state(pipeline: RankPipeline, transport: Transport, folder: str | Path)
 
     here = {saved_name(name) for name in (*pipeline.weights(), *pipeline.parameters)}
     saved = _read(save, {f"{part}.{name}" for part in ("weights", "gradients", "optimizer") for name in here})
-    names = {id(p): saved_name(name) for name, p in pipeline.parameters.items()}
-    homes = {n: (rank, i) for rank in settings for i, (group, _) in enumerate(rank["groups"]) for n in group}
-    refused, optimizer = None, None
+
+    def own(part: str, names: Iterable[str]) -> State:
+        found = saved.get(part, {})
+        return {name: found[saved_name(name)] for name in names if saved_name(name) in found}
+
+    refused = None
     try:
-        _require_kind(pipeline.optimizer, {each["optimizer"] for each in settings}, save)
-        _require_kind(pipeline.scheduler, {each["scheduler"] for each in settings}, save)
-        if pipeline.optimizer is not None:
-            states = saved.get("optimizer", {})
-            optimizer = _optimizer_state(pipeline.optimizer, names, homes, states, save)
+        updates = pipeline.updates.fit(settings, saved.get("optimizer", {}), saved_name, where=save)
     except InputError as error:
         refused = error
     parts = transport.gather((refused, pipeline.shapes()))
@@ -122,18 +111,10 @@ def load_state(pipeline: RankPipeline, transport: Transport, folder: str | Path)
     found = {name: given[saved_name(name)] for name in whole if saved_name(name) in given}
     require_fitting({name: shape for name, shape in given.items() if name not in whole} | found, whole, save)
 
-    pipeline.load_state_dict({name: saved["weights"][saved_name(name)] for name in pipeline.weights()})
+    pipeline.load_state_dict(own("weights", pipeline.weights()))
     pipeline.zero_grad()
-    gradients = saved.get("gradients", {})
-    pipeline.gradients.restore({name: gradients.get(saved_name(name)) for name in pipeline.parameters})
-    if optimizer is not None:
-        pipeline.optimizer.load_state_dict(optimizer)  # type: ignore[union-attr]
-        pipeline.count_optimizer()
-    schedules = [dict(each["schedule"]) for each in settings if each["scheduler"]]
-    if pipeline.scheduler is not None and schedules:
-        sources = _sources(pipeline.optimizer, names, homes)  # type: ignore[arg-type]
-        own = pipeline.scheduler.state_dict()
-        pipeline.scheduler.load_state_dict(_scheduler_state(own, schedules[0], sources))
+    pipeline.gradients.restore(own("gradients", pipeline.parameters))
+    pipeline.updates.load(*updates)
     return about["training"]["steps"]
 
 
@@ -209,78 +190,6 @@ def _read(save: Path, keys: set[str]) -> State:
 def _saved_name(name: str, ties: Ties) -> str:
     """The name that a weight is saved under: of tied ones the first."""
     return next((names[0] for names in ties if name in names), name)
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in NOT_SETTINGS}
-
-
-def _kind(value: object) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
-
-
-def _require_kind(own: object | None, saved: set[str], save: Path) -> None:
-    """An optimizer's or scheduler's state is for its own class; none at all leaves the new one as it is."""
-    others = saved - {"", _kind(own)}
-    require(
-        own is None or not others,
-        "an optimizer or scheduler goes on from the state of one of its own kind",
-        got=f"{', '.join(sorted(others))} saved, for {_kind(own)}",
-        where=str(save),
-        remedy="make the pipeline with the kind that was saved, or take the weights alone: "
-        "pipe.load_state_dict(gl.load_weights(folder))",
-    )
-
-
-def _optimizer_state(
-    optimizer: torch.optim.Optimizer,
-    names: Mapping[int, str],
-    homes: Mapping[str, Home],
-    states: Mapping[str, State],
-    save: Path,
-) -> State:
-    """An optimizer's state with the saved settings of its groups and states of its parameters."""
-    state = optimizer.state_dict()
-    for group, own in zip(optimizer.param_groups, state["param_groups"], strict=True):
-        here = [names[id(p)] for p in group["params"]]
-        found = [rank["groups"][index][1] for rank, index in (homes[n] for n in here if n in homes)]
-        require(
-            all(one == found[0] for one in found),
-            "parameters of one group of the optimizer were saved with the same settings",
-            got=", ".join(here),
-            where=str(save),
-            remedy="group the parameters as when they were saved",
-        )
-        own.update(found[0] if found else ())
-        state["state"] |= {i: states[n] for i, n in zip(own["params"], here, strict=True) if n in states}
-    return state
-
-
-def _sources(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str], homes: Mapping[str, Home]
-) -> list[Source | None]:
-    """For each group of an optimizer the saved group of its parameters, None where none was saved."""
-    groups = [[homes.get(names[id(p)]) for p in group["params"]] for group in optimizer.param_groups]
-    found = [next((home for home in group if home is not None), None) for group in groups]
-    return [h and (dict(h[0]["schedule"]), h[1], len(h[0]["groups"])) for h in found]
-
-
-def _scheduler_state(own: State, saved: State, sources: Sequence[Source | None]) -> State:
-    """The saved state of a scheduler for groups that may be others than those it was saved with.
-
-    own: its state as it was made here. A list with an entry for each group has those of the groups' sources.
-    """
-    state = dict(saved)
-    for key, value in own.items():
-        if not isinstance(value, list) or saved.get(key, value) == value:
-            continue
-        found = [None if source is None else (source[0][key], *source[1:]) for source in sources]
-        if key == "_schedulers":  # the states of those that torch's SequentialLR and ChainedScheduler hold
-            inner = [[s and (s[0][i], *s[1:]) for s in found] for i in range(len(value))]
-            state[key] = [_scheduler_state(*each) for each in zip(value, saved[key], inner, strict=True)]
-        elif len(value) == len(found) and all(s is None or len(s[0]) == s[2] for s in found):
-            state[key] = [old if s is None else s[0][s[1]] for old, s in zip(value, found, strict=True)]
-    return state
 
 
 def _number(save: Path) -> int | None:

@@ -17,9 +17,10 @@ import torch
 
 from ..engine.batch import Tree
 from ..engine.pace import Pace
-from ..engine.rank_pipeline import shape_of, steps_alone
+from ..engine.rank_pipeline import shape_of
 from ..engine.saving import latest_save, require_fitting
 from ..engine.stage import StepContext
+from ..engine.updates import steps_alone
 from ..plan.errors import InputError, require, require_count
 from ..plan.schedule import Schedule
 from ..plan.schedules import forward_only, replicate

@@ -183,7 +183,7 @@ def test_groups_of_an_optimizer_keep_their_settings(lab_of, tmp_path):
 
 
 def group_settings(context, key):
-    groups = context.state[key].optimizer.param_groups
+    groups = context.state[key].updates.optimizer.param_groups
     return [(group["lr"], group["weight_decay"]) for group in groups]
 
 
