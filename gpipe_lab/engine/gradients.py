@@ -185,6 +185,11 @@ class Tie:
         return tuple(name for name, r in zip(self.names, self.ranks, strict=True) if r == rank)
 
 
+def first_name(name: str, ties: Iterable[tuple[str, ...]]) -> str:
+    """The name that stands for a weight: of tied ones the first."""
+    return next((names[0] for names in ties if name in names), name)
+
+
 def join_locally(ties: Iterable[Tie], rank: int, layers: Mapping[str, nn.Module]) -> None:
     """Make the layers of one rank use one parameter where they are tied.
 

@@ -15,7 +15,7 @@ from ..plan.ops import Kind, Op
 from ..plan.trace import COMM_LANE, COMPUTE_LANE, Event
 from .device import Device
 from .executor import Executor, RankResult, StepJob
-from .gradients import GradientBook, Tie, Tied, data_groups, join_locally
+from .gradients import GradientBook, Tie, Tied, data_groups, first_name, join_locally
 from .layer_state import LayerState, init_seed
 from .ledger import Ledger
 from .loss import LossFn
@@ -94,8 +94,9 @@ class RankPipeline:
             spec.loss_fn.to(device.torch_device) if isinstance(spec.loss_fn, nn.Module) else spec.loss_fn
         )
         self.executor = Executor(rank, self.stages, device, self.ledger, board, self.gradients, loss_fn)
+        by_first_name = {self.first_name(name): p for name, p in self.parameters.items()}
         self.updates = Updates(
-            self.parameters, spec.optimizer, spec.scheduler, per=spec.scheduler_per, ledger=self.ledger
+            by_first_name, spec.optimizer, spec.scheduler, per=spec.scheduler_per, ledger=self.ledger
         )
         self._gradients_are_used = False
 
@@ -116,6 +117,10 @@ class RankPipeline:
             layers.append(layer)
         self.shared_objects.append(SharedObjects(spec.shared, layers))
         return Stage(spec.index, layers, spec.first_layer, self.device, self.ledger)
+
+    def first_name(self, name: str) -> str:
+        """The name that stands for a weight: of tied ones the first."""
+        return first_name(name, [tie.names for tie in self.spec.ties])
 
     def _named(self, of: Callable[[nn.Module], Iterable[tuple[str, Any]]]) -> Iterable[tuple[str, Any]]:
         """Everything `of` yields for the layers here, under whole-model names."""
@@ -227,7 +232,7 @@ class RankPipeline:
         self.updates.set_lr(lr)
 
     def learning_rates(self) -> dict[str, float]:
-        """The learning rate of each trained parameter here; none from a copy."""
+        """The learning rate of each trained parameter here, by its first name; none from a copy."""
         return self.updates.learning_rates() if self.spec.replica == 0 else {}
 
     def evaluate(self, job: StepJob, transport: Transport) -> tuple[RankResult, float]:

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 from ..plan.errors import InputError, require
+from .gradients import first_name
 from .rank_pipeline import RankPipeline
 from .transport import Transport
 
 State = dict[str, Any]
-Ties = tuple[tuple[str, ...], ...]  # the names of each tied weight
 Shapes = Mapping[str, tuple[int, ...] | None]  # None: not a tensor
 _PREFIX = "save-"
 _UNFINISHED = ".part"
@@ -57,20 +57,16 @@ def _state_of(pipeline: RankPipeline, steps: int) -> State:
     `settings` has, for each rank with an optimizer, its groups and its scheduler: stages may group their
     weights differently. Tuples are written as one entry each.
     """
-    ties = tuple(tie.names for tie in pipeline.spec.ties)
-
-    def saved_name(name: str) -> str:
-        return _saved_name(name, ties)
 
     def saved(values: Mapping[str, Any]) -> State:
-        return {saved_name(name): value for name, value in values.items()}
+        return {pipeline.first_name(name): value for name, value in values.items()}
 
-    settings = pipeline.updates.settings(saved_name) if pipeline.spec.replica == 0 else None
+    settings = pipeline.updates.settings() if pipeline.spec.replica == 0 else None
     return {
-        "training": {"steps": steps, "ties": ties},
+        "training": {"steps": steps, "ties": tuple(tie.names for tie in pipeline.spec.ties)},
         "weights": saved(pipeline.weights()),
         "gradients": saved(pipeline.pending_gradients()),
-        "optimizer": saved(pipeline.updates.states()),
+        "optimizer": pipeline.updates.states(),
         "settings": {} if settings is None else {str(pipeline.rank): settings},
     }
 
@@ -85,10 +81,9 @@ def load_state(pipeline: RankPipeline, transport: Transport, folder: str | Path)
     save = latest_save(folder)
     about = _read(save, {"training", "settings"})
     ties, settings = about["training"]["ties"], list(about.get("settings", {}).values())
-    own_ties = tuple(tie.names for tie in pipeline.spec.ties)
 
     def saved_name(name: str) -> str:
-        return _saved_name(_saved_name(name, own_ties), ties)
+        return first_name(pipeline.first_name(name), ties)
 
     here = {saved_name(name) for name in (*pipeline.weights(), *pipeline.parameters)}
     saved = _read(save, {f"{part}.{name}" for part in ("weights", "gradients", "optimizer") for name in here})
@@ -185,11 +180,6 @@ def _read(save: Path, keys: set[str]) -> State:
     planner = _EmptyStateDictLoadPlanner(keys=keys)
     _load_state_dict(found, storage_reader=FileSystemReader(save), planner=planner, no_dist=True)
     return found
-
-
-def _saved_name(name: str, ties: Ties) -> str:
-    """The name that a weight is saved under: of tied ones the first."""
-    return next((names[0] for names in ties if name in names), name)
 
 
 def _number(save: Path) -> int | None:

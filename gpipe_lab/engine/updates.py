@@ -24,7 +24,9 @@ NOT_SETTINGS = ("params", "param_names")  # of an optimizer's group: which param
 class Updates:
     """The optimizer and the scheduler of one rank, None where nothing here is trained.
 
-    per: whether the scheduler moves with each "step", or only when it is told to ("epoch").
+    parameters: by whole-model names, a tied weight by the first of its names wherever it is, so that groups
+    made by name are the same for all its copies. per: whether the scheduler moves with each "step", or only
+    when it is told to ("epoch").
     """
 
     def __init__(
@@ -100,11 +102,11 @@ class Updates:
         found = {} if self.optimizer is None else self.optimizer.state
         return {self._names[id(p)]: dict(state) for p, state in found.items() if id(p) in self._names}
 
-    def settings(self, saved_name: Callable[[str], str]) -> State | None:
+    def settings(self) -> State | None:
         """The optimizer's groups and the scheduler's state, to be saved; tuples, not to be taken apart."""
         if self.optimizer is None:
             return None
-        names = [tuple(map(saved_name, self._names_in(group))) for group in self._groups]
+        names = map(self._names_in, self._groups)
         moves = [tuple((k, v) for k, v in group.items() if k not in NOT_SETTINGS) for group in self._groups]
         return {
             "optimizer": _kind(self.optimizer),
@@ -123,7 +125,8 @@ class Updates:
     ) -> list[State | None]:
         """What `load` is to be given to go on from saved `settings` of ranks and `states` of parameters.
 
-        The ranks may have been others, with other groups; both are under the names that `saved_name` gives.
+        The ranks may have been others, with other groups, and other weights tied: `saved_name` gives the name
+        that one of a weight here was saved under.
         Raises `InputError` where they do not fit.
         """
         _require_kind(self.optimizer, {each["optimizer"] for each in settings}, where)

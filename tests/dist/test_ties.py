@@ -69,6 +69,45 @@ def test_tied_embedding_and_head_train_as_in_one_process(lab_of, num_stages):
         assert torch.allclose(mine[name], value, rtol=1e-9, atol=1e-12), name
 
 
+def embedding_faster(parameters):
+    first = [p for name, p in parameters if name.startswith("0.")]
+    others = [p for name, p in parameters if not name.startswith("0.")]
+    groups = [{"params": p, "lr": lr} for p, lr in ((first, 0.5), (others, 0.01)) if p]
+    return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+
+def halving(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+
+def test_every_copy_of_a_tied_weight_is_in_its_own_group(lab_of, tmp_path):
+    """An optimizer's groups go by names, and a copy on another rank has another name in the model."""
+    model = make_model()
+    optimizer = embedding_faster(list(model.named_parameters()))
+    scheduler = halving(optimizer)
+    for step in range(4):
+        ids, targets = make_batch(step)
+        optimizer.zero_grad()
+        F.cross_entropy(model(ids), targets).backward()
+        optimizer.step()
+        scheduler.step()
+    options = {"loss_fn": F.cross_entropy, "optimizer": embedding_faster, "scheduler": halving}
+    for before, after in ((1, 4), (4, 1), (4, 2)):
+        pipe = lab_of(before).pipeline(make_model(), **options)
+        for step in range(2):
+            pipe.step(gl.gpipe(before, 3), *make_batch(step))
+        pipe.save_state(tmp_path)
+        resumed = lab_of(after).pipeline(make_model(), **options)
+        resumed.load_state(tmp_path)
+        for step in range(2, 4):
+            resumed.step(gl.gpipe(after, 3), *make_batch(step))
+        state = resumed.state_dict()
+        assert torch.equal(state["0.weight"], state["5.weight"])
+        for name, value in model.state_dict().items():
+            assert torch.allclose(state[name], value, rtol=1e-9, atol=1e-12), (before, after, name)
+        assert resumed.learning_rates()["0.weight"] == 0.5 * 0.5**4
+
+
 @pytest.mark.parametrize("num_stages", [1, 3])
 def test_a_tied_gradient_is_reported_once_under_its_first_name(lab_of, num_stages):
     model = make_model()
