@@ -7,8 +7,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from ..plan.ops import RECEIVES, SENDS, TRANSFERS, Kind, Op
-from ..plan.schedule import Schedule, peer
+from ..plan.ops import RECEIVES, SENDS, TRANSFERS, Kind, Op, peer
+from ..plan.schedule import Schedule
 from ..plan.trace import COMM_LANE, WAIT_LANE, Event
 from .batch import Tree
 from .device import Device

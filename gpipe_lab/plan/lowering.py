@@ -83,7 +83,7 @@ def as_written(schedule: Schedule) -> Schedule:
     """The schedule with its transfers where one first writes them down, in no common order.
 
     Every receive stands right before the computation that needs it, every send right after what it sends.
-    The result may hang, which `schedule.walked.is_stuck` tells and `validate` explains; `lower` never does.
+    The result may hang, which `hangs` tells and `validate` explains; `lower` never does.
     """
     graph = schedule.graph
     sends = {number: sent(graph.ops[number]) for number in graph.takers}
@@ -93,3 +93,12 @@ def as_written(schedule: Schedule) -> Schedule:
         for row in graph.rows
     )
     return replace(schedule, ops=rows)
+
+
+def hangs(schedule: Schedule) -> bool:
+    """Whether ranks come to wait for each other in a circle, each with one queue of transfers.
+
+    The rule is NCCL's strictest: a rank's transfers begin in its own order, each when both its ends have
+    come to it.
+    """
+    return schedule.walked.is_stuck

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import pairwise
 
-from .ops import BACKWARD, COMPUTE, B, F, I, Kind, Op, peer, sent  # noqa: F401
+from .ops import BACKWARD, COMPUTE, B, F, I, Kind, Op, sent
 from .walk import Graph, Walk, walk
 
 

@@ -12,7 +12,7 @@ from ..plan.memory import MemoryReport, StageBytes, simulate_memory
 from ..plan.partition import balanced
 from ..plan.recompute import with_recompute
 from ..plan.schedule import Schedule
-from ..plan.schedules import SCHEDULES
+from ..plan.schedules import SCHEDULES, chunks_of
 from ..plan.simulate import Costs, simulate
 from ..plan.trace import Trace
 from ..plan.units import format_bytes
@@ -171,9 +171,6 @@ def held_weights(layers: Sequence[Layer], precision: Precision, num_sharers: int
     }
 
 
-CHUNKS = {"interleaved": 2, "zero_bubble_v": 2}  # stages on each rank
-
-
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """What is chosen: P stages, D copies, T devices that share each layer, m samples, M micro-batches."""
@@ -196,7 +193,7 @@ class Setting:
 
     @property
     def num_chunks(self) -> int:
-        return CHUNKS.get(self.schedule, 1)
+        return chunks_of(self.schedule)
 
     def build(self) -> Schedule:
         """The schedule of one copy, without recomputes: `checkpoint` adds them."""

@@ -9,7 +9,7 @@ from torch import nn
 
 import gpipe_lab as gl
 from gpipe_lab.plan.ops import COMPUTE, RECEIVES, SENDS
-from gpipe_lab.plan.schedule import peer
+from gpipe_lab.plan.ops import peer
 
 SCHEDULES = {
     "naive": gl.naive,

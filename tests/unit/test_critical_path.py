@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 import gpipe_lab as gl
 from gpipe_lab.plan import formulas
 from gpipe_lab.plan.analysis import PARTS, sources
-from gpipe_lab.plan.ops import Kind, Op
-from gpipe_lab.plan.schedule import peer, send_of
+from gpipe_lab.plan.ops import Kind, Op, peer
+from gpipe_lab.plan.schedule import send_of
 from gpipe_lab.plan.trace import COMM_LANE, PACED
 
 TIMES = st.floats(0.5, 5.0)

@@ -21,8 +21,7 @@ from gpipe_lab.engine.messages import BoundaryChanged, check_agreed, dense, pack
 from gpipe_lab.engine.stage import Objective, Stage, StepContext
 from gpipe_lab.engine.transport import tag_of
 from gpipe_lab.plan.lowering import lower
-from gpipe_lab.plan.ops import TRANSFERS, Kind, Op
-from gpipe_lab.plan.schedule import peer
+from gpipe_lab.plan.ops import TRANSFERS, Kind, Op, peer
 from gpipe_lab.plan.schedules import one_f_one_b
 
 Pair = namedtuple("Pair", "left right")

@@ -7,8 +7,8 @@ from itertools import zip_longest
 
 from ...plan.errors import ScheduleError
 from ...plan.lowering import as_written, lower
-from ...plan.ops import COMPUTE, SENDS, TRANSFERS, Kind, Op
-from ...plan.schedule import Schedule, peer
+from ...plan.ops import COMPUTE, SENDS, TRANSFERS, Kind, Op, peer
+from ...plan.schedule import Schedule
 from ...plan.schedules import gpipe, one_f_one_b
 from ...plan.validate import validate
 from ..exercise import Answer, Case, Exercise, Mismatch, over, over_cases
