@@ -16,7 +16,7 @@ from ..plan.trace import COMM_LANE, COMPUTE_LANE, Event
 from .device import Device
 from .executor import Executor, RankResult, StepJob
 from .gradients import GradientBook, Tie, Tied, data_groups, first_name, join_locally
-from .layer_state import LayerState, init_seed
+from .layer_state import LayerState, init_seed, named_generators
 from .ledger import Ledger
 from .loss import LossFn
 from .mailbox import Board
@@ -262,6 +262,10 @@ class RankPipeline:
         What a layer's `get_extra_state` gives is among them, and is seldom a tensor.
         """
         return dict(self._named(lambda layer: layer.state_dict().items()))
+
+    def generators(self) -> dict[str, Any]:
+        """The random generators that the layers here own, under whole-model names."""
+        return dict(self._named(named_generators))
 
     def pending_gradients(self) -> dict[str, torch.Tensor]:
         """The gradients that no update has used yet: live tensors, to which the next step adds."""

@@ -21,6 +21,7 @@ import torch
 
 from ..plan.errors import InputError, require
 from .gradients import first_name
+from .layer_state import generator_state, set_generator_state
 from .rank_pipeline import RankPipeline
 from .transport import Transport
 
@@ -67,6 +68,10 @@ def _state_of(pipeline: RankPipeline, steps: int) -> State:
         "weights": saved(pipeline.weights()),
         "gradients": saved(pipeline.pending_gradients()),
         "optimizer": pipeline.updates.states(),
+        "generators": {
+            f"{name}/{pipeline.spec.replica}": (generator_state(generator),)
+            for name, generator in pipeline.generators().items()
+        },
         "settings": {} if settings is None else {str(pipeline.rank): settings},
     }
 
@@ -74,9 +79,9 @@ def _state_of(pipeline: RankPipeline, steps: int) -> State:
 def load_state(pipeline: RankPipeline, transport: Transport, folder: str | Path) -> int:
     """Take on what a state folder has for the stages here; the number of steps that led to it.
 
-    Weights, optimizer, learning rates and gradients not yet used are set; what was saved without an
-    optimizer leaves the one here as it is. All ranks call this together: where the state does not fit on one
-    of them, all raise its `InputError`, and nothing has changed.
+    Weights, buffers, optimizer, learning rates, gradients not yet used and the random generators of layers
+    are set; what was saved without an optimizer leaves the one here as it is. All ranks call this together:
+    where the state does not fit on one of them, all raise its `InputError`, and nothing has changed.
     """
     save = latest_save(folder)
     about = _read(save, {"training", "settings"})
@@ -86,7 +91,9 @@ def load_state(pipeline: RankPipeline, transport: Transport, folder: str | Path)
         return first_name(pipeline.first_name(name), ties)
 
     here = {saved_name(name) for name in (*pipeline.weights(), *pipeline.parameters)}
-    saved = _read(save, {f"{part}.{name}" for part in ("weights", "gradients", "optimizer") for name in here})
+    random = {f"{name}/{replica}" for name in pipeline.generators() for replica in (0, pipeline.spec.replica)}
+    parts = dict.fromkeys(("weights", "gradients", "optimizer"), here) | {"generators": random}
+    saved = _read(save, {f"{part}.{name}" for part, names in parts.items() for name in names})
 
     def own(part: str, names: Iterable[str]) -> State:
         found = saved.get(part, {})
@@ -97,11 +104,11 @@ def load_state(pipeline: RankPipeline, transport: Transport, folder: str | Path)
         updates = pipeline.updates.fit(settings, saved.get("optimizer", {}), saved_name, where=save)
     except InputError as error:
         refused = error
-    parts = transport.gather((refused, pipeline.shapes()))
-    for complaint, _ in parts:
+    by_rank = transport.gather((refused, pipeline.shapes()))
+    for complaint, _ in by_rank:
         if complaint is not None:
             raise complaint
-    whole = {name: shape for _, shapes in parts for name, shape in shapes.items()}
+    whole = {name: shape for _, shapes in by_rank for name, shape in shapes.items()}
     given = saved_shapes(save)
     found = {name: given[saved_name(name)] for name in whole if saved_name(name) in given}
     require_fitting({name: shape for name, shape in given.items() if name not in whole} | found, whole, save)
@@ -110,6 +117,10 @@ def load_state(pipeline: RankPipeline, transport: Transport, folder: str | Path)
     pipeline.zero_grad()
     pipeline.gradients.restore(own("gradients", pipeline.parameters))
     pipeline.updates.load(*updates)
+    states = saved.get("generators", {})
+    for name, generator in pipeline.generators().items():
+        if state := states.get(f"{name}/{pipeline.spec.replica}", states.get(f"{name}/0")):
+            set_generator_state(generator, *state)
     return about["training"]["steps"]
 
 

@@ -2,8 +2,10 @@
 
 import functools
 import os
+import random
 import signal
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -406,3 +408,32 @@ def test_a_state_without_an_optimizer_sets_the_weights_alone(lab_of, tmp_path):
     pipe.load_state(tmp_path)
     assert same(pipe.state_dict(), plain.state_dict())
     plain.load_state(tmp_path)
+
+
+class OwnNoise(nn.Linear):
+    """Draws from generators of its own, of every kind."""
+
+    def __init__(self):
+        super().__init__(3, 3)
+        self.torch, self.plain, self.numpy = torch.Generator(), random.Random(0), np.random.default_rng(0)
+
+    def forward(self, x):
+        noise = torch.rand(3, generator=self.torch) + self.plain.random() + self.numpy.random()
+        return super().forward(x) + noise
+
+
+@pytest.mark.parametrize(("before", "after", "num_replicas"), [(2, 2, 1), (2, 1, 1), (4, 4, 2)])
+def test_a_layers_own_random_numbers_go_on(lab_of, tmp_path, before, after, num_replicas):
+    def pipe_of(num_ranks):
+        torch.manual_seed(0)
+        model = nn.Sequential(OwnNoise(), OwnNoise())
+        return lab_of(num_ranks).pipeline(model, loss_fn=F.mse_loss, optimizer=ADAM, num_replicas=num_replicas)
+
+    pipe = pipe_of(before)
+    for _ in range(2):
+        small_step(pipe)
+    pipe.save_state(tmp_path)
+    losses = [small_step(pipe).loss for _ in range(2)]
+    resumed = pipe_of(after)
+    resumed.load_state(tmp_path)
+    assert [small_step(resumed).loss for _ in range(2)] == losses
