@@ -196,7 +196,7 @@ def _first_that_runs(
             lab.resize(setting.num_stages)
         schedule = setting.build()
         costs = _stage_costs(plan)
-        paced = lab.device_plan.kind == "shared_cuda" or _shared_cores(lab, setting.num_stages) > 1
+        paced = lab.device_plan.is_shared or _shared_cores(lab, setting.num_stages) > 1
         try:
             run = lab.run(
                 schedule,

@@ -28,9 +28,8 @@ class Doctor:
 
     @property
     def line(self) -> str:
-        shared = self.kind == "shared_cuda"
         pace = (
-            f"runs of {_count(self.num_ranks, 'rank')} are {'' if shared else 'best '}paced "
+            f"runs of {_count(self.num_ranks, 'rank')} are best paced "
             "(order and gradients are real, times are set)"
             if self.paced
             else f"runs of {_count(self.num_ranks, 'rank')} can go unpaced"
@@ -71,7 +70,7 @@ def doctor(num_ranks: int = 4, device: str = "auto", *, contention: bool = False
         kind=plan.kind,
         backend="NCCL" if "nccl" in plan.backend else plan.backend,
         reason=plan.reason,
-        paced=plan.kind == "shared_cuda" or (plan.kind == "cpu" and num_ranks > cores),
+        paced=plan.is_shared or (plan.kind == "cpu" and num_ranks > cores),
         strict=strict.enable(),
         contention=measured_contention(num_ranks, device) if contention else None,
     )

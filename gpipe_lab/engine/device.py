@@ -337,3 +337,8 @@ def memory_bytes(device: str) -> int:
 def profiler_activities() -> list[ProfilerActivity]:
     """What torch's profiler can watch here."""
     return [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+
+
+def surrounding_autocast() -> list[str]:
+    """The kinds of device for which torch.autocast is on around the caller."""
+    return [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]

@@ -13,7 +13,7 @@ from ..engine.loss import LossFn, read_loss
 from ..engine.pace import Pace
 from ..engine.profile import CRITERIA, Profile
 from ..engine.stage import StepContext
-from ..plan.errors import require, require_count
+from ..plan.errors import require_count
 from ..plan.schedule import Schedule
 from ..plan.schedules import replicate
 from ..plan.units import parse_bytes
@@ -66,7 +66,6 @@ def run_once(
     """See `Lab.run`."""
     require_count(repeats, "repeats", where="Lab.run")
     require_count(num_replicas, "num_replicas", where="Lab.run")
-    require_pace_if_shared(lab, pace)
     schedule = made(schedule, lab.num_ranks // num_replicas, num_microbatches, where="Lab.run")
     if partition in CRITERIA and isinstance(schedule, Schedule):
         found = profile_model(
@@ -135,16 +134,6 @@ def assemble_step(lab: Lab, plan: Plan, steps: list[tuple], pace: Pace | None) -
         device=lab.device_plan.label,
         paced=pace is not None,
         limit_bytes=parse_bytes(lab.memory_limit),
-    )
-
-
-def require_pace_if_shared(lab: Lab, pace: Pace | None) -> None:
-    require(
-        lab.device_plan.kind != "shared_cuda" or pace is not None,
-        "ranks that share a GPU are paced: unpaced they would measure each other",
-        got="pace=None",
-        where="Lab.run",
-        remedy="pace=gl.Pace(forward_ms=10, backward_ms=20)",
     )
 
 

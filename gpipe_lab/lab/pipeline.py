@@ -24,10 +24,11 @@ from ..engine.updates import steps_alone
 from ..plan.errors import InputError, require, require_count
 from ..plan.schedule import Schedule
 from ..plan.schedules import forward_only, replicate
+from ..plan.simulate import Costs, costs_of
 from ..plan.units import parse_bytes
 from . import jobs
 from .failures import PipelineLost, as_input_errors
-from .once import LossOptions, assemble_step, require_pace_if_shared, sweep
+from .once import LossOptions, assemble_step, sweep
 from .run import Run
 from .step import (
     MakeSchedule,
@@ -126,6 +127,7 @@ class Pipeline:
         self._options |= {"scheduler_per": scheduler_per, "max_norm": max_norm, "ties": ties}
         self._key = f"pipeline {next(_keys)}"
         self._steps = 0
+        self._costs: Costs | None = None
         self._build()
         weakref.finalize(self, lab.abandoned.append, self._key)
 
@@ -188,7 +190,6 @@ class Pipeline:
             where="Pipeline.step",
             remedy="pipe.evaluate(inputs, targets)",
         )
-        require_pace_if_shared(self.lab, pace)
         plan = self._plan(
             replicate(schedule, self.num_replicas),
             inputs,
@@ -203,7 +204,10 @@ class Pipeline:
         )
         replies = self._call(jobs.step, [(job, update, strict) for job in plan.jobs])
         self._steps += 1
-        return replace(assemble_step(self.lab, plan, replies, pace), grad_norm=replies[0][2])
+        run = replace(assemble_step(self.lab, plan, replies, pace), grad_norm=replies[0][2])
+        if pace is None and self._costs is None and self.lab.device_plan.matches_by_order:
+            self._costs = costs_of(run.trace)  # the order of transfers comes from them in later steps
+        return run
 
     def evaluate(self, inputs: Tree, targets: Tree, *, num_microbatches: int = 1) -> float:
         """The loss of a batch, with layers in evaluation mode and no gradients."""
@@ -358,6 +362,7 @@ class Pipeline:
             inputs=inputs,
             targets=targets,
             loss=self._rule,
+            costs=self._costs,
             step=step,
             **options,
         )

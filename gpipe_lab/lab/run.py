@@ -73,7 +73,8 @@ class Run:
     went that way; `bytes_reduced` maps the ranks of a group (replicas, or holders of tied weights) to the
     bytes of gradients that each of them put into its sum. Where the step was repeated, `trace` and `memory`
     are those of the run with the median makespan, and `makespans_ms` has all of them. `profiles` are those of
-    torch's profiler, where they were asked for.
+    torch's profiler, where they were asked for. On GPUs `allocator_peaks` has the most bytes that torch's
+    allocator held on each rank: what `memory` counts, and temporaries and workspaces besides.
     """
 
     loss: float
@@ -84,6 +85,7 @@ class Run:
     bytes_reduced: dict[tuple[int, ...], int] = field(default_factory=dict)
     grad_norm: float | None = None
     profiles: Profiles | None = None
+    allocator_peaks: dict[int, int] = field(default_factory=dict)
     _gradients: dict[str, torch.Tensor] | None = field(default=None, repr=False)
     _outputs: dict[int, Tree] = field(default_factory=dict, repr=False)
 
@@ -146,6 +148,11 @@ def assemble(
         memory=MemoryReport(rows, MEASURED, limit_bytes, schedule),
         bytes_sent={link: n for result in results for link, n in result.bytes_sent.items()},
         makespans_ms=(trace.makespan_ms,),
+        allocator_peaks={
+            result.rank: result.allocator_peak_bytes
+            for result in results
+            if result.allocator_peak_bytes is not None
+        },
         bytes_reduced={ranks: n for result in results for ranks, n in result.bytes_reduced.items()},
         profiles=Profiles([result.profile for result in results]) if results[0].profile else None,
         _outputs={m: tree for result in results for m, tree in result.outputs.items()},

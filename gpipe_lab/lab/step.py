@@ -16,6 +16,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from ..engine.batch import Tree, batch_size, microbatch_sizes, signature, split
+from ..engine.device import surrounding_autocast
 from ..engine.executor import StepJob
 from ..engine.gradients import Tie
 from ..engine.loss import LossFn, LossRule, read_loss
@@ -28,6 +29,7 @@ from ..plan.lowering import lower
 from ..plan.partition import uniform
 from ..plan.recompute import parse_mode, with_recompute
 from ..plan.schedule import Schedule
+from ..plan.simulate import Costs
 
 
 def joined(stages: Sequence[StageSpec], parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -296,10 +298,14 @@ def plan_step(
     hoist: int = 2,
     profile: bool = False,
     outputs: bool = False,
+    costs: Costs | None = None,
     step: StepContext,
 ) -> Plan:
-    """Check a step and split it into jobs. Raises `InputError` or `ScheduleError`: no process works yet."""
-    surrounding = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    """Check a step and split it into jobs. Raises `InputError` or `ScheduleError`: no process works yet.
+
+    costs: measured ones, for the order of transfers; a pace has its own.
+    """
+    surrounding = surrounding_autocast()
     require(
         not surrounding,
         "workers compute under no autocast but the one they are told of",
@@ -351,9 +357,8 @@ def plan_step(
     sizes = microbatch_sizes(rows, num_microbatches)
     inputs_split = split(inputs, num_microbatches)
     targets_split, scales = _targets(targets, loss, rows, sizes, trains=schedule.trains)
-    costs = (
-        pace.costs() if pace is not None and pace.flops_per_ms is None else None
-    )  # for the transfers' order
+    if pace is not None:
+        costs = pace.costs() if pace.flops_per_ms is None else None
     shared = StepJob(
         schedule=_lower(schedule, hoist=hoist, costs=costs),
         first_schedule=_lower(schedule, hoist=0, costs=costs),

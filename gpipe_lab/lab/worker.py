@@ -72,7 +72,7 @@ class RankContext:
 
     rank: int
     num_ranks: int
-    device: str  # "cpu" or "cuda:0"
+    device: str  # as torch names it
     device_plan: DevicePlan
     board: RankBoard
     report: Callable[[Any], None]

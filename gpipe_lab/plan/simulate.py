@@ -210,15 +210,15 @@ def costs_of(trace: Trace, *, send: Cost = 0.0) -> Costs:
     for e in trace.computations:
         totals[e.op.kind, e.op.stage][e.op.microbatch] += e.duration_ms  # a backward's segments together
 
-    def per_stage(kind: Kind) -> list[float] | None:
+    def per_stage(kind: Kind) -> tuple[float, ...] | None:
         assert trace.schedule is not None
         found = [totals[kind, stage].values() for stage in range(trace.schedule.num_stages)]
-        return [median(times) for times in found] if all(found) else None
+        return tuple(median(times) for times in found) if all(found) else None
 
     forward, backward = per_stage(F), per_stage(B)
     inputs, weights = per_stage(I), per_stage(W)
     if backward is None and inputs is not None and weights is not None:
-        backward = [i + w for i, w in zip(inputs, weights, strict=True)]
+        backward = tuple(i + w for i, w in zip(inputs, weights, strict=True))
     return Costs(
         forward=forward if forward is not None else 0.0,
         backward=backward if backward is not None else 0.0,

@@ -44,6 +44,12 @@ def join(device: str, timeout_s: float) -> Iterator[World]:
         dist.init_process_group(plan.backend, timeout=timeout)
     else:
         dist.init_process_group(plan.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    require_same(
+        plan.kind,
+        "all hosts have the same kind of devices: both ends of a link speak the same way",
+        where="device",
+        remedy='device = "cpu", or as many GPUs as ranks on every host',
+    )
     local_rank = int(os.environ.get("LOCAL_RANK", "0")) if started_by_torchrun else 0
     yield World(dist.get_rank(), dist.get_world_size(), local_rank, plan)
     dist.destroy_process_group()  # after a failure the process ends anyway, and destroying may wait

@@ -7,12 +7,16 @@ import torch
 from torch import nn
 
 import gpipe_lab as gl
+from gpipe_lab.engine.device import CpuDevice
 from gpipe_lab.engine.executor import Step
-from gpipe_lab.engine.loopback import BrokenRule, EmulatedDevice, Hang, LoopbackTransport
+from gpipe_lab.engine.loopback import BrokenRule, EmulatedDevice, Hang, LoopbackTransport, Whereabouts
 from gpipe_lab.engine.mailbox import Mailbox
-from gpipe_lab.engine.transport import StreamTransport, _OnStream
+from gpipe_lab.engine.profile import profile_layers
+from gpipe_lab.engine.stage import Objective
+from gpipe_lab.engine.transport import NcclTransport, StreamTransport, _OnStream
 from gpipe_lab.plan.lowering import as_written
 from gpipe_lab.plan.ops import RECEIVES
+from gpipe_lab.plan.schedules import replicate
 from tests.comparing import distance, whole_batch
 
 from .running import run
@@ -350,3 +354,72 @@ def test_a_failure_on_one_rank_ends_all():
 
 def test_a_paced_run_may_wait():
     check(gl.gpipe(2, 2), pace=gl.Pace(forward_ms=0.1, backward_ms=0.2), seeds=[0])
+
+
+def test_the_watchdog_sees_a_step_until_the_device_has_done_it(monkeypatch):
+    """The board is cleared when times and losses have been read: what hangs on a device hangs there."""
+    seen = []
+
+    def noted(cls, name):
+        method = getattr(cls, name)
+
+        def call(self, *args):
+            seen.append((name, self.rank if isinstance(self, EmulatedDevice | Step) else None))
+            return method(self, *args)
+
+        monkeypatch.setattr(cls, name, call)
+
+    noted(EmulatedDevice, "times")
+    noted(Step, "_measured")
+    noted(Whereabouts, "clear")
+    x, y = make_batch()
+    run(gl.gpipe(1, 2), make_model(), x, y)
+    names = [name for name, _ in seen]
+    assert names.index("_measured") < names.index("times") < names.index("clear")
+    assert names[names.index("_measured") :].index("clear") > 1
+
+
+def test_links_open_in_one_order_for_all_ranks():
+    """Neighbours in the pipeline, also where it turns back or starts anew on the first rank."""
+    assert gl.gpipe(3, 2).links == ((0, 1), (1, 2))
+    assert gl.interleaved(3, 3, num_chunks=2).links == ((0, 1), (0, 2), (1, 2))
+    assert gl.zero_bubble_v(3, 6).links == ((0, 1), (1, 2))
+    assert replicate(gl.gpipe(2, 2), 2).links == ((0, 1), (2, 3))
+
+
+def test_transfers_follow_the_costs_that_were_measured():
+    """With a slow last stage, results come to exist in another order, and so transfers are issued."""
+    schedule = gl.one_f_one_b(3, 6)
+    slow = gl.Costs(forward=(1.0, 1.0, 9.0), backward=(2.0, 2.0, 18.0))
+    measured = gl.lower(schedule, costs=gl.costs_of(gl.simulate(schedule, slow)))
+    assert measured.ops == gl.lower(schedule, costs=slow).ops != gl.lower(schedule).ops
+    check(schedule, seeds=[0], lowered=lambda lowered: measured)
+
+
+def test_a_pace_does_not_hold_links_that_gpus_drive_by_themselves():
+    transport = NcclTransport.__new__(NcclTransport)
+    transport.link_ms = 0.0
+    with pytest.raises(gl.InputError, match="NCCL's GPUs do that by themselves"):
+        transport.link_ms = 5.0
+    assert transport.link_ms == 0.0
+
+
+def test_a_profile_places_target_and_loss():
+    placed, moved = [], []
+
+    class Noted(CpuDevice):
+        def place(self, tree):
+            placed.append(tree)
+            return super().place(tree)
+
+    class Loss(nn.MSELoss):
+        def to(self, device):
+            moved.append(device)
+            return super().to(device)
+
+    x, y = make_batch(4)
+    device = Noted()
+    found = profile_layers(make_model(2), "01", x, device, objective=Objective(Loss(), y, 1.0))
+    assert len(found.layers) == 2
+    assert any(tree is x for tree in placed) and any(tree is y for tree in placed)
+    assert moved == [device.torch_device]

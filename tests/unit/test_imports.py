@@ -125,6 +125,41 @@ def test_torch_is_left_to_the_engine_and_the_lab():
             assert not any(module.split(".")[0] == "torch" for module in at_once), name
 
 
+def knows_cuda(tree: ast.AST) -> Iterator[str]:
+    """What in a module goes by CUDA: torch's module of that name, a tensor's flag, or the word as a value."""
+    docstrings = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in ("cuda", "is_cuda", "CUDA"):
+            yield f"line {node.lineno}: .{node.attr}"
+        is_text = (
+            isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings
+        )
+        if is_text and "cuda" in node.value.lower() and not node.value.isupper():
+            yield f"line {node.lineno}: {node.value!r}"
+
+
+def test_one_module_knows_cuda():
+    found = {
+        name: list(knows_cuda(ast.parse(path.read_text())))
+        for name, path in PATHS.items()
+        if folder(name) in ("plan", "engine", "lab", "train")
+    }
+    assert len(found.pop("gpipe_lab.engine.device")) > 20
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_NVML_BASED_CUDA_CHECK"}  # set, not asked about
+    assert environment <= {node.value for node in constants("gpipe_lab.lab.workers")}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+def constants(name: str) -> Iterator[ast.Constant]:
+    return (node for node in ast.walk(ast.parse(PATHS[name].read_text())) if isinstance(node, ast.Constant))
+
+
 def python(code: str) -> str:
     """What a fresh process prints that finds the package where this one has found it."""
     path = f"import sys; sys.path.insert(0, {str(ROOT.parent)!r})\n"
