@@ -1,5 +1,6 @@
 """Replicas of a pipeline share a batch: gradients, loss, masks and statistics as in one process."""
 
+import copy
 import functools
 
 import pytest
@@ -171,7 +172,7 @@ def test_tied_weights_stay_equal_on_every_rank(lab_of, num_stages, num_replicas)
     model = make_tied()
     optimizer = ADAM(model.parameters())
     for run in runs:
-        loss, gradients = whole_batch(model, ids, ids, F.cross_entropy)
+        loss, _ = whole_batch(model, ids, ids, F.cross_entropy)
         assert run.loss == pytest.approx(loss, rel=1e-10)
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
@@ -200,6 +201,122 @@ def test_batch_norm_statistics_are_those_of_the_whole_batch(lab_of):
         model(x)
     for name, value in pipe.state_dict().items():
         assert torch.allclose(value, model.state_dict()[name], rtol=1e-12), name
+
+
+class Branch(nn.Module):
+    """Runs its norm on micro-batches whose first number is positive, once or twice."""
+
+    def __init__(self, uses):
+        super().__init__()
+        self.norm, self.last, self.uses = nn.BatchNorm1d(8), nn.Linear(8, 3), uses
+
+    def forward(self, x):
+        for _ in range(self.uses if x[0, 0] > 0 else 0):
+            x = self.norm(x)
+        return self.last(x)
+
+
+@pytest.mark.parametrize("uses", [1, 2])
+@pytest.mark.parametrize("in_use", [{0}, {3}, {0, 3}, set()])
+def test_a_norm_in_a_branch_that_a_replica_skips(lab_of, in_use, uses):
+    """Its statistics are those of the rows that came by, wherever they did; twice used, they move twice."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Identity(), Branch(uses)).double()
+    generator = torch.Generator().manual_seed(1)
+    x, y = (torch.randn(8, n, generator=generator, dtype=torch.float64) for n in (8, 3))
+    x[::2, 0] = -x[::2, 0].abs()
+    for m in in_use:
+        x[2 * m, 0] *= -1
+    pipe = lab_of(4).pipeline(model, loss_fn=F.mse_loss, num_replicas=2)
+    pipe.step(gl.gpipe(2, 2), x, y, update=False)
+    norm = model[1].norm
+    parts = [part for m, part in enumerate(x.split(2)) if m in in_use]
+    for _ in range(uses if parts else 0):
+        norm(torch.cat(parts))  # the statistics of what came by in this use
+        parts = [F.batch_norm(part, None, None, training=True, eps=norm.eps) for part in parts]
+    state = pipe.state_dict()
+    for name, value in norm.state_dict().items():
+        torch.testing.assert_close(state[f"1.norm.{name}"], value, rtol=1e-12, atol=1e-14)
+
+
+class Averages(nn.Module):
+    """Buffers of several kinds that move with the rows, in place or anew, as those of a codebook do."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+        self.register_buffer("mean", torch.zeros(5, 2).t())
+        self.register_buffer("largest", torch.zeros(()))
+        self.register_buffer("count", torch.zeros(3, dtype=torch.int64))
+        self.register_buffer("seen", torch.zeros(2, dtype=torch.bool))
+        self.register_buffer("late", None)
+        self.register_buffer("constant", torch.ones(2))
+
+    def forward(self, x):
+        rows = x.detach()
+        self.mean.mul_(0.5).add_(rows.mean(0))
+        self.largest = torch.maximum(self.largest, rows.max())
+        self.count[rows.argmax() % 3] += 1
+        self.seen[int(rows.sum() > 0)] = True
+        self.late = rows.sum(0)
+        return self.linear(x) * self.mean.mean()
+
+
+def test_replicas_take_on_the_first_ones_buffers(lab_of):
+    """As under DistributedDataParallel: all go on from what the rows of the first one have left."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Averages(), nn.Linear(3, 3)).double()
+    lab = lab_of(4)
+    pipe = lab.pipeline(model, loss_fn=F.mse_loss, num_replicas=2)
+    first, second = copy.deepcopy(model), copy.deepcopy(model)
+    for step in range(3):
+        x, y = (torch.randn(8, n, dtype=torch.float64) for n in (5, 3))
+        pipe.step(gl.gpipe(2, 2), x, y, update=False)
+        if step:
+            second[0].load_state_dict(first[0].state_dict(), strict=False)
+            second[0].late = first[0].late
+        for replica, rows in ((first, x[:4]), (second, x[4:])):
+            for part, target in zip(
+                rows.split(2), (y[:4] if replica is first else y[4:]).split(2), strict=True
+            ):
+                (F.mse_loss(replica(part), target) / 4).backward()
+        by_rank = lab.call(_buffers, [(pipe._key,)] * 4)
+        expected = {f"0.{name}": value for name, value in first[0].named_buffers()}
+        for found in (by_rank[0], by_rank[2]):
+            assert set(found) == set(expected)
+            for name, value in expected.items():
+                torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-14)
+    both = {
+        name: p.grad + q.grad
+        for (name, p), q in zip(first.named_parameters(), second.parameters(), strict=True)
+    }
+    assert distance(pipe.gradients(), both) <= 1e-12
+
+
+def _buffers(context, key):
+    return dict(context.state[key]._named(lambda layer: layer.named_buffers()))
+
+
+class Keeps(nn.Module):
+    """A buffer whose shape hangs on the rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("kept", torch.zeros(0))
+
+    def forward(self, x):
+        self.kept = x.detach()[x[:, 0] > 0]
+        return x
+
+
+def test_a_buffer_whose_shape_differs_between_replicas_is_refused(lab_of):
+    x, y = make_batch(8)
+    x[:, 0] = torch.tensor([-1.0, -1, -1, -1, -1, -1, 1, 1])
+    model = nn.Sequential(Keeps(), nn.Linear(5, 3).double())
+    with pytest.raises(gl.RankFailed, match="one shape and dtype on all replicas") as failed:
+        lab_of(4).run(gl.gpipe(2, 2), model, x, y, loss_fn=F.mse_loss, num_replicas=2, warmup=False)
+    assert "(0, 5) torch.float64, (2, 5) torch.float64" in str(failed.value)
+    assert "'0.kept'" in str(failed.value)
 
 
 def test_half_precision_is_summed_over_replicas_in_float32(lab_of):
