@@ -97,6 +97,12 @@ def whole(value: Tree) -> Whole:
     return Whole(value)
 
 
+def unmarked(batch: Tree) -> Tree:
+    """A batch that is not cut: what `whole` has marked is in it like the rest."""
+    leaves, spec = flatten(batch)
+    return unflatten([leaf.value if isinstance(leaf, Whole) else leaf for leaf in leaves], spec)
+
+
 def batch_size(batch: Tree) -> int:
     """Rows of a batch: the first dimension, the same for all its tensors. Raises `InputError` otherwise."""
     leaves, _ = flatten(batch)

@@ -20,7 +20,7 @@ from ..plan.memory import peak_in_flight
 from ..plan.ops import Op
 from ..plan.partition import balanced, min_max
 from ..plan.schedule import Schedule
-from .batch import Tree, tensors
+from .batch import Tree, tensors, unmarked
 from .device import Device, now_ms, profiler_activities
 from .layer_state import init_seed
 from .ledger import Ledger
@@ -134,11 +134,11 @@ def profile_layers(
     Each is built, measured and let go in turn, so that the model need not fit.
     """
     found = []
-    value = device.place(microbatch)
+    value = device.place(unmarked(microbatch))
     if objective is not None:
         loss_fn = objective.loss_fn
         loss_fn = loss_fn.to(device.torch_device) if isinstance(loss_fn, nn.Module) else loss_fn
-        objective = replace(objective, loss_fn=loss_fn, target=device.place(objective.target))
+        objective = replace(objective, loss_fn=loss_fn, target=device.place(unmarked(objective.target)))
     flags = [False] * len(tensors(value))
     for position, (name, layer) in enumerate(zip(names, layers, strict=True)):
         if not isinstance(layer, nn.Module):

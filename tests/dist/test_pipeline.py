@@ -174,6 +174,10 @@ def test_a_mask_as_long_as_the_batch_reaches_every_microbatch_whole(lab_of):
     )
     for name, parameter in model.named_parameters():
         assert torch.allclose(run.gradients()[name], parameter.grad, rtol=1e-11), name
+    pipe = lab_of(2).pipeline(model)
+    found, _ = pipe.predict((x, gl.whole(mask)), num_microbatches=1)
+    assert torch.allclose(found, model((x, mask))[0], rtol=1e-12)
+    assert len(lab_of(2).profile(model, (x[:1], gl.whole(mask))).layers) == 2
 
 
 class WithPenalty(nn.Module):
