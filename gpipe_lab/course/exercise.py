@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 from ..plan.errors import require
 from ..plan.schedule import Schedule
 
-LIMIT_S, RANKS_LIMIT_S = 10.0, 120.0  # for one input; the latter where workers run the answer
+LIMIT_S, RANKS_LIMIT_S = 10.0, 120.0  # of work for one input; the latter where workers run the answer
+PATIENCE = 6
 PRINTED_CHARS = 10_000
 Answer = Callable[..., Any]
 Case = dict[str, Any]
@@ -52,7 +53,7 @@ class Property:
 
 @dataclass(frozen=True, kw_only=True)
 class Exercise:
-    """One function to write. `starter` must be unfinished, `mutants` are wrong answers that must fail."""
+    """One function to write. `starter` must be unfinished."""
 
     name: str
     statement: str
@@ -60,18 +61,11 @@ class Exercise:
     solution: Answer
     properties: tuple[Property, ...]
     hints: tuple[str, str, str]
-    mutants: dict[str, Answer]
     imports: str = ""  # what the learner's cell imports
     on_ranks: bool = False  # graded by running the answer on worker processes, which takes seconds
 
     def __post_init__(self) -> None:
         require(len(self.hints) == 3, "an exercise has three hints", got=len(self.hints), where=self.name)
-        require(
-            len(self.mutants) >= 3,
-            "an exercise has at least three wrong answers that must fail",
-            got=len(self.mutants),
-            where=self.name,
-        )
 
     @property
     def chapter(self) -> str:
@@ -166,7 +160,10 @@ class TookTooLong(Exception):
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise `TookTooLong` within, after `seconds`; only a main thread can be interrupted like that."""
+    """Raise `TookTooLong` within, after `seconds` of work, or PATIENCE times as long on a busy machine.
+
+    Only a main thread can be interrupted like that.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -174,13 +171,16 @@ def _time_limit(seconds: float) -> Iterator[None]:
     def give_up(*_: object) -> None:
         raise TookTooLong(f"no end after {seconds:g} s")
 
-    before = signal.signal(signal.SIGALRM, give_up)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    timers = ((signal.ITIMER_VIRTUAL, signal.SIGVTALRM, 1), (signal.ITIMER_REAL, signal.SIGALRM, PATIENCE))
+    before = [signal.signal(number, give_up) for _, number, _ in timers]
+    for timer, _, times in timers:
+        signal.setitimer(timer, times * seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        for (timer, number, _), handler in zip(timers, before, strict=True):
+            signal.setitimer(timer, 0)
+            signal.signal(number, handler)
 
 
 class _Capped(io.TextIOBase):

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.mutants import MUTANTS
 from gpipe_lab import check
 from gpipe_lab.course.exercises import card_runs, ch06
 from gpipe_lab.course.exercises.card_runs import TASKS, does_not_fit
@@ -32,12 +33,12 @@ def test_the_solution_passes_and_the_starter_is_not_done():
 
 
 def test_every_mutant_has_its_property():
-    assert set(FAILS) == set(EXERCISE.mutants)
+    assert set(FAILS) == set(MUTANTS[EXERCISE.name])
 
 
 @pytest.mark.parametrize("mutant", FAILS)
 def test_a_wrong_chooser_fails_where_it_should(mutant):
-    result = check(EXERCISE, EXERCISE.mutants[mutant])
+    result = check(EXERCISE, MUTANTS[EXERCISE.name][mutant])
     assert result.status == "failed"
     assert result.counterexample.claim.startswith(FAILS[mutant])
 

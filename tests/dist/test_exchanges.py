@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 import gpipe_lab as gl
+from tests.mutants import MUTANTS
 from gpipe_lab import check
 from gpipe_lab.course.exchanges import play
 from gpipe_lab.course.exercises import find
@@ -88,9 +89,9 @@ def test_starter_is_not_done_and_shows_the_circle():
     assert "a circle" in repr(result) and "P=2, M=2" in repr(result)
 
 
-@pytest.mark.parametrize("mutant", EXCHANGES.mutants)
+@pytest.mark.parametrize("mutant", MUTANTS["08-exchanges"])
 def test_mutant_fails(mutant):
-    result = check("08-exchanges", EXCHANGES.mutants[mutant])
+    result = check("08-exchanges", MUTANTS["08-exchanges"][mutant])
     assert result.status == "failed", repr(result)
 
 

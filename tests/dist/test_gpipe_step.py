@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 
+from tests.mutants import MUTANTS
 from gpipe_lab import check
 from gpipe_lab.course.exercise import source_of
 from gpipe_lab.course.exercises import all_exercises, step_on_ranks
@@ -77,7 +78,7 @@ def pasted(source, name="gpipe_step"):
 
 def test_it_is_registered():
     assert all_exercises()["03-gpipe-step"] is GPIPE_STEP
-    assert list(NAMED) == list(GPIPE_STEP.mutants)
+    assert list(NAMED) == list(MUTANTS["03-gpipe-step"])
 
 
 @pytest.mark.parametrize(
@@ -107,7 +108,7 @@ def test_messages_that_are_not_waited_for_pass():
 
 @pytest.mark.parametrize("mutant", [m for m in NAMED if m != HANGS])
 def test_a_fault_fails_at_its_property(mutant):
-    result = check("03-gpipe-step", GPIPE_STEP.mutants[mutant])
+    result = check("03-gpipe-step", MUTANTS["03-gpipe-step"][mutant])
     assert result.status == "failed"
     claim, place = NAMED[mutant]
     assert result.counterexample.claim.startswith(claim), repr(result)
@@ -116,7 +117,7 @@ def test_a_fault_fails_at_its_property(mutant):
 
 def test_a_hang_is_stopped_and_its_place_named():
     began = time.monotonic()
-    result = check("03-gpipe-step", GPIPE_STEP.mutants[HANGS])
+    result = check("03-gpipe-step", MUTANTS["03-gpipe-step"][HANGS])
     assert time.monotonic() - began < 15
     assert result.counterexample.claim.startswith(NAMED[HANGS][0])
     assert result.counterexample.given == NAMED[HANGS][1]

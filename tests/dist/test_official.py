@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import gpipe_lab as gl
+from tests.mutants import MUTANTS
 from gpipe_lab import check
 from gpipe_lab.course.exercises.ch09 import PORT
 from gpipe_lab.course.official import torch_listing
@@ -36,13 +37,13 @@ def test_starter_is_not_done():
     ],
 )
 def test_mutant_fails(mutant, said):
-    result = check("09-port", PORT.mutants[mutant])
+    result = check("09-port", MUTANTS["09-port"][mutant])
     assert result.status == "failed"
     assert said in repr(result)
 
 
 def test_every_mutant_is_tried():
-    assert len(PORT.mutants) == 4
+    assert len(MUTANTS["09-port"]) == 4
 
 
 def test_torch_lists_its_schedules_without_a_process():

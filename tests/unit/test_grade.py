@@ -20,9 +20,7 @@ NAME = EXERCISE.starter.__name__
 SOLUTION = EXERCISE.solution_source
 MUTANT = f"""
 def {NAME}(*args):
-    from gpipe_lab.course.exercises import find
-
-    return find("{EXERCISE.name}").mutants["{next(iter(EXERCISE.mutants))}"](*args)
+    return 0
 """
 LOUD = (
     SOLUTION.replace(f"def {NAME}", "def _right", 1)

@@ -24,30 +24,6 @@ def load_in_solution(machine, slot, num_loads):
     return slot - machine if 0 <= slot - machine < num_loads else -1
 
 
-def never_idle(machine: int, slot: int, num_loads: int) -> int:
-    return slot - machine
-
-
-def forgets_the_drain(machine: int, slot: int, num_loads: int) -> int:
-    return max(-1, slot - machine)
-
-
-def all_start_at_once(machine: int, slot: int, num_loads: int) -> int:
-    return slot if slot < num_loads else -1
-
-
-def one_slot_late(machine: int, slot: int, num_loads: int) -> int:
-    return load_in_solution(machine, slot - 1, num_loads)
-
-
-def one_load_too_many(machine: int, slot: int, num_loads: int) -> int:
-    return load_in_solution(machine, slot, num_loads + 1)
-
-
-def only_the_first_load(machine: int, slot: int, num_loads: int) -> int:
-    return 0 if slot == machine else -1
-
-
 @over(P=range(1, 5), M=range(1, 6))
 def fills_the_grid(answer: Answer, P: int, M: int) -> Mismatch | None:
     """asked for every machine and slot, it gives the grid of P machines and M loads"""
@@ -75,14 +51,6 @@ LOAD_IN = Exercise(
         "Load n enters the washer in slot n, and needs one slot for each machine before machine k.",
         "Load n is in machine k in slot n + k. Solve for n. It is a load only if 0 ≤ n < num_loads.",
     ),
-    mutants={
-        "never idle": never_idle,
-        "the drain forgotten": forgets_the_drain,
-        "all machines start at once": all_start_at_once,
-        "one slot late": one_slot_late,
-        "one load too many": one_load_too_many,
-        "only the first load": only_the_first_load,
-    },
 )
 
 
@@ -100,30 +68,6 @@ def finish_time(minutes, num_loads):
 def solution(minutes, num_loads):
     # The first load visits every machine. Each later load leaves one slowest machine's time after it.
     return sum(minutes) + (num_loads - 1) * max(minutes)
-
-
-def every_machine_as_slow_as_the_slowest(minutes: list[float], num_loads: int) -> float:
-    return max(minutes) * (num_loads + len(minutes) - 1)
-
-
-def counts_a_load_twice(minutes: list[float], num_loads: int) -> float:
-    return sum(minutes) + num_loads * max(minutes)
-
-
-def one_by_one(minutes: list[float], num_loads: int) -> float:
-    return num_loads * sum(minutes)
-
-
-def the_first_machine_sets_the_beat(minutes: list[float], num_loads: int) -> float:
-    return sum(minutes) + (num_loads - 1) * minutes[0]
-
-
-def the_last_machine_sets_the_beat(minutes: list[float], num_loads: int) -> float:
-    return sum(minutes) + (num_loads - 1) * minutes[-1]
-
-
-def the_average_sets_the_beat(minutes: list[float], num_loads: int) -> float:
-    return sum(minutes) + (num_loads - 1) * sum(minutes) / len(minutes)
 
 
 @over(
@@ -153,14 +97,6 @@ FINISH_TIME = Exercise(
         "From then on loads come out at a steady beat. Which machine sets it, wherever it stands?",
         "The first load takes the sum of all minutes; each of the others follows one beat later.",
     ),
-    mutants={
-        "every machine as slow as the slowest": every_machine_as_slow_as_the_slowest,
-        "a load counted twice": counts_a_load_twice,
-        "one load at a time": one_by_one,
-        "the first machine sets the beat": the_first_machine_sets_the_beat,
-        "the last machine sets the beat": the_last_machine_sets_the_beat,
-        "the average sets the beat": the_average_sets_the_beat,
-    },
 )
 
 EXERCISES = (LOAD_IN, FINISH_TIME)

@@ -34,29 +34,6 @@ def solution(method, L, h, T, N):
     return 2 * activations  # a middle stage: activations down, gradients up
 
 
-def _wrong(*, data: float = 1, tensor: float = 1, pipeline: float = 1) -> Answer:
-    factors = {"data": data, "tensor": tensor, "pipeline": pipeline}
-
-    def answer(method: str, L: int, h: int, T: int, N: int) -> float:
-        return factors[method] * solution(method, L, h, T, N)
-
-    return answer
-
-
-def no_ring(method: str, L: int, h: int, T: int, N: int) -> float:
-    """As if every rank sent the whole of what is summed, once."""
-    return solution(method, L, h, T, N) / (1 if method == "pipeline" else 2 * (N - 1) / N)
-
-
-def pipeline_pays_for_every_layer(method: str, L: int, h: int, T: int, N: int) -> float:
-    return (L if method == "pipeline" else 1) * solution(method, L, h, T, N)
-
-
-def replicas_see_all_tokens(method: str, L: int, h: int, T: int, N: int) -> float:
-    """As if the sums of gradients grew with the batch."""
-    return solution(method, L, h, T, N) * (T / 1024 if method == "data" else 1)
-
-
 def _ring_walk(num_ranks: int, size: float) -> float:
     """What one rank sends while a ring of `num_ranks` sums a tensor of `size` bytes, hop by hop."""
     hops = 2 * (num_ranks - 1)  # a reduce-scatter and an all-gather, each passing on one part a hop
@@ -111,15 +88,6 @@ BYTES_SENT = Exercise(
         "Data: one ring over the gradients. Tensor: four rings over the activations in each block.",
         "Pipeline: no ring. A middle stage sends the activations down once and their gradients up once.",
     ),
-    mutants={
-        "gradients forgotten on the way up": _wrong(pipeline=0.5),
-        "tensor parallel: forward only": _wrong(tensor=0.5),
-        "one ring in each block's forward and backward": _wrong(tensor=0.25),
-        "four bytes for gradients": _wrong(data=2),
-        "an all-reduce sends its size once": no_ring,
-        "the pipeline pays for every layer": pipeline_pays_for_every_layer,
-        "data parallel grows with the batch": replicas_see_all_tokens,
-    },
 )
 
 
@@ -136,25 +104,6 @@ def state_solution(num_parameters, N, stage):
     gradients = 2 / N if stage >= 2 else 2
     parameters = 2 / N if stage >= 3 else 2
     return num_parameters * (parameters + gradients + optimizer)
-
-
-def everything_cut_at_once(num_parameters: int, N: int, stage: int) -> float:
-    return num_parameters * 16 / (N if stage else 1)
-
-
-def parameters_first(num_parameters: int, N: int, stage: int) -> float:
-    parameters, gradients, optimizer = (
-        (size / N if stage >= k else size) for k, size in ((1, 2), (2, 2), (3, 12))
-    )
-    return num_parameters * (parameters + gradients + optimizer)
-
-
-def without_the_optimizer(num_parameters: int, N: int, stage: int) -> float:
-    return float(state_solution(num_parameters, N, stage)) - num_parameters * 12 / (N if stage else 1)
-
-
-def divided_by_the_stage(num_parameters: int, N: int, stage: int) -> float:
-    return num_parameters * 16 / (stage + 1)
 
 
 # ZeRO (2020), figure 1: 7.5 billion parameters on 64 ranks, in GB.
@@ -195,12 +144,6 @@ STATE_BYTES = Exercise(
         "Stage 1 turns 12 into 12/N and leaves 2 + 2.",
         "Stage 2 leaves 2 + 14/N, stage 3 leaves 16/N.",
     ),
-    mutants={
-        "all three cut from stage 1 on": everything_cut_at_once,
-        "parameters cut first": parameters_first,
-        "the optimizer's state forgotten": without_the_optimizer,
-        "divided by the stage": divided_by_the_stage,
-    },
 )
 
 EXERCISES = (BYTES_SENT, STATE_BYTES)

@@ -7,12 +7,10 @@ from math import isclose
 
 from ...plan.ops import Kind, Op
 from ...plan.schedule import Schedule
-from ...plan.schedules import SCHEDULES, gpipe, one_f_one_b
+from ...plan.schedules import SCHEDULES
 from ...plan.simulate import Costs, simulate
 from ..exercise import Answer, Exercise, Mismatch, over
 from .schedules import it_runs
-
-Rows = list[list[str]]  # one row a rank, one entry a slot: "F0", or "." where the rank is idle
 
 # The utilisation, counted in a grid.
 
@@ -27,27 +25,6 @@ def share_at_work(rows):
 
 def share_at_work_solution(rows):
     return sum(cell != "." for row in rows for cell in row) / sum(len(row) for row in rows)
-
-
-def one_over_ranks(rows: Rows) -> float:
-    return 1 / len(rows)
-
-
-def idle_share(rows: Rows) -> float:
-    return 1 - share_at_work_solution(rows)
-
-
-def slots_with_anyone_at_work(rows: Rows) -> float:
-    columns = list(zip(*rows, strict=True))
-    return sum(set(column) != {"."} for column in columns) / len(columns)
-
-
-def ranks_at_work_on_average(rows: Rows) -> float:
-    return len(rows) * share_at_work_solution(rows)
-
-
-def first_rank_alone(rows: Rows) -> float:
-    return share_at_work_solution(rows[:1])
 
 
 @over(schedule=("naive", "gpipe"), P=range(1, 5), M=range(1, 5), stages=("equal", "unequal"))
@@ -81,13 +58,6 @@ SHARE_AT_WORK = Exercise(
         "the rows are too.",
         'Divide sum(cell != "." for row in rows for cell in row) by the number of all cells.',
     ),
-    mutants={
-        "1/P, the formula of one batch": one_over_ranks,
-        "the idle share": idle_share,
-        "slots in which anyone works": slots_with_anyone_at_work,
-        "how many ranks work on average": ranks_at_work_on_average,
-        "the first rank alone": first_rank_alone,
-    },
 )
 
 
@@ -114,29 +84,6 @@ def solution(num_stages: int, num_microbatches: int) -> Schedule:
             row += [Op(Kind.F, stage, m), Op(Kind.B, stage, m)]
         rows.append(tuple(row))
     return Schedule("my naive", num_microbatches, tuple(range(num_stages)), tuple(rows))
-
-
-def only_the_first_microbatch(num_stages: int, num_microbatches: int) -> Schedule:
-    rows = tuple((Op(Kind.F, stage, 0), Op(Kind.B, stage, 0)) for stage in range(num_stages))
-    return Schedule("short", num_microbatches, tuple(range(num_stages)), rows)
-
-
-def backward_first(num_stages: int, num_microbatches: int) -> Schedule:
-    turned = tuple(tuple(reversed(row)) for row in solution(num_stages, num_microbatches).ops)
-    return Schedule("backward first", num_microbatches, tuple(range(num_stages)), turned)
-
-
-def two_at_a_time(num_stages: int, num_microbatches: int) -> Schedule:
-    def row(stage: int) -> tuple[Op, ...]:
-        pairs = [range(m, min(m + 2, num_microbatches)) for m in range(0, num_microbatches, 2)]
-        return tuple(Op(kind, stage, m) for pair in pairs for kind in (Kind.F, Kind.B) for m in pair)
-
-    return Schedule(
-        "two at a time",
-        num_microbatches,
-        tuple(range(num_stages)),
-        tuple(row(stage) for stage in range(num_stages)),
-    )
 
 
 @over(P=range(1, 5), M=range(1, 6))
@@ -169,13 +116,6 @@ NAIVE = Exercise(
         "What must stage 0 have finished before it may start micro-batch 1?",
         "A row is F0 B0 F1 B1 F2 B2 ...: stage 0 waits for B0 to come back before it starts F1.",
     ),
-    mutants={
-        "1F1B: right gradients, but ranks overlap": one_f_one_b,
-        "gpipe: right gradients, but ranks overlap": gpipe,
-        "only the first micro-batch": only_the_first_microbatch,
-        "backward before forward": backward_first,
-        "two micro-batches at a time": two_at_a_time,
-    },
     imports=IMPORTS,
 )
 

@@ -7,7 +7,6 @@ import math
 from ...plan.formulas import pipeline_ms
 from ...plan.ops import Kind, Op
 from ...plan.schedule import Schedule
-from ...plan.schedules import naive, one_f_one_b
 from ...plan.simulate import Costs, simulate
 from ..exercise import Answer, Exercise, Mismatch, over
 from .schedules import it_runs
@@ -32,43 +31,6 @@ def solution(num_stages: int, num_microbatches: int) -> Schedule:
         backwards = [Op(Kind.B, stage, m) for m in reversed(range(num_microbatches))]
         rows.append(tuple(forwards + backwards))
     return Schedule("my gpipe", num_microbatches, tuple(range(num_stages)), tuple(rows))
-
-
-def loses_the_last_microbatch(num_stages: int, num_microbatches: int) -> Schedule:
-    kept = tuple(
-        tuple(op for op in row if op.microbatch < max(1, num_microbatches - 1))
-        for row in solution(num_stages, num_microbatches).ops
-    )
-    return Schedule("short", num_microbatches, tuple(range(num_stages)), kept)
-
-
-def orders_differ(num_stages: int, num_microbatches: int) -> Schedule:
-    """Odd stages run their backwards first in, first out, the others last in, first out."""
-
-    def row(stage: int) -> tuple[Op, ...]:
-        forwards = [Op(Kind.F, stage, m) for m in range(num_microbatches)]
-        backwards = [Op(Kind.B, stage, m) for m in range(num_microbatches)]
-        return tuple(forwards + (backwards if stage % 2 else backwards[::-1]))
-
-    return Schedule(
-        "mixed", num_microbatches, tuple(range(num_stages)), tuple(row(stage) for stage in range(num_stages))
-    )
-
-
-def two_halves(num_stages: int, num_microbatches: int) -> Schedule:
-    """All forwards, then all backwards, but for each half of the micro-batches: the pipeline drains twice."""
-    half = (num_microbatches + 1) // 2
-
-    def row(stage: int) -> tuple[Op, ...]:
-        parts = [range(half), range(half, num_microbatches)]
-        return tuple(Op(kind, stage, m) for part in parts for kind in (Kind.F, Kind.B) for m in part)
-
-    return Schedule(
-        "two halves",
-        num_microbatches,
-        tuple(range(num_stages)),
-        tuple(row(stage) for stage in range(num_stages)),
-    )
 
 
 @over(P=range(1, 5), M=range(1, 7))
@@ -108,13 +70,6 @@ GPIPE = Exercise(
         "A row has two parts of M operations each: the forwards, then the backwards.",
         "F0 F1 F2 F3 B3 B2 B1 B0 for four micro-batches, on every stage.",
     ),
-    mutants={
-        "1F1B: the same time, but backwards come early": one_f_one_b,
-        "naive: one micro-batch at a time": naive,
-        "the last micro-batch is lost": loses_the_last_microbatch,
-        "stages disagree on the order of backwards": orders_differ,
-        "two halves, drained one after the other": two_halves,
-    },
     imports=IMPORTS,
 )
 

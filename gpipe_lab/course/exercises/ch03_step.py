@@ -5,7 +5,6 @@ torch is imported only by what runs, so that the list of exercises stays light.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from ..exercise import Answer, Case, Exercise, Mismatch, over_cases
@@ -244,14 +243,6 @@ GPIPE_STEP = Exercise(
         "kept.append(x.requires_grad_()) on every rank but the first; loss.backward() on the last one, then "
         "kept[m].grad goes back; the loss of micro-batch m times its rows / all rows, before its backward.",
     ),
-    mutants={
-        "inputs not kept": partial(variant, keep=False),
-        "no requires_grad on what was received": partial(variant, grad=False),
-        "no parameter gradients on the last stage": partial(variant, weights=False),
-        "loss unscaled": partial(variant, scale=None),
-        "loss/M, whatever the sizes": partial(variant, scale="mean"),
-        "both ends of a link receive": partial(variant, hang=True),
-    },
     on_ranks=True,
 )
 

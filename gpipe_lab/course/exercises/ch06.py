@@ -23,22 +23,6 @@ def smallest_m_solution(launch_ms, sample_ms, share):
     return max(1, math.ceil(share / (1 - share) * launch_ms / sample_ms - 1e-9))
 
 
-def forgets_the_share_left(launch_ms: float, sample_ms: float, share: float) -> int:
-    return max(1, math.ceil(share * launch_ms / sample_ms))
-
-
-def rounds_down(launch_ms: float, sample_ms: float, share: float) -> int:
-    return max(1, math.floor(share / (1 - share) * launch_ms / sample_ms))
-
-
-def one_too_many(launch_ms: float, sample_ms: float, share: float) -> int:
-    return smallest_m_solution(launch_ms, sample_ms, share) + 1
-
-
-def not_below_one(launch_ms: float, sample_ms: float, share: float) -> int:
-    return math.ceil(share / (1 - share) * launch_ms / sample_ms - 1e-9)
-
-
 @over(launch_ms=(4.0, 0.0, 1.0, 2.5), sample_ms=(1.0, 0.3, 2.0), share=(0.5, 0.7, 0.8))
 def reaches_the_share_first(
     answer: Answer, launch_ms: float, sample_ms: float, share: float
@@ -70,12 +54,6 @@ SMALLEST_M = Exercise(
         "A micro-batch is a whole number of samples, at least one: math.ceil and max. "
         "Subtract 1e-9 before rounding up, or a division that should be exact gives one too many.",
     ),
-    mutants={
-        "u in place of u/(1 − u)": forgets_the_share_left,
-        "rounded down": rounds_down,
-        "one too many": one_too_many,
-        "no sample at all where nothing is launched": not_below_one,
-    },
     imports="import math",
 )
 
@@ -130,42 +108,6 @@ def settings_of(task: Task) -> Iterator[Setting]:
                     yield P, m, M
 
 
-def most_microbatches(task: Task) -> Setting:
-    return max(settings_of(task), key=lambda s: (s[2], task.speed(*s)))
-
-
-def smallest_bubble(task: Task) -> Setting:
-    return min(settings_of(task), key=lambda s: ((s[0] - 1) / (s[2] + s[0] - 1), -s[2]))
-
-
-def largest_microbatch(task: Task) -> Setting:
-    return max(settings_of(task), key=lambda s: (s[1], task.speed(*s)))
-
-
-def most_stages(task: Task) -> Setting:
-    P = max(s[0] for s in settings_of(task))
-    return max((s for s in settings_of(task) if s[0] == P), key=lambda s: task.speed(*s))
-
-
-def forgets_the_limit(task: Task) -> Setting:
-    """One card has no bubble; whether the model is on it is another question."""
-    return 1, task.max_batch, 1
-
-
-def forgets_the_weights(task: Task) -> Setting:
-    """Fills the card with activations alone."""
-    return max(
-        (
-            (P, m, M)
-            for P in range(1, task.max_stages + 1)
-            for m in range(1, task.max_batch + 1)
-            for M in range(1, task.max_batch // m + 1)
-            if -(-task.num_layers // P) * M * m * task.saved_bytes <= task.limit_bytes
-        ),
-        key=lambda s: task.speed(*s),
-    )
-
-
 @over_cases(*({"task": task} for task in TASKS))
 def is_a_setting(answer: Answer, task: Task) -> Mismatch | None:
     """three whole numbers: P at most max_stages and the layers, M · m at most max_batch"""
@@ -216,14 +158,6 @@ BEST_SETTING = Exercise(
         "⌈layers / P⌉·(launch + m·sample). Bytes: ⌈layers / P⌉·(weights + M·m·saved), (M + 2)·m messages.",
         "There are few settings: try them all and take the best of those that fit.",
     ),
-    mutants={
-        "max M: as many micro-batches as fit": most_microbatches,
-        "min bubble": smallest_bubble,
-        "as large micro-batches as fit": largest_microbatch,
-        "all the cards there are": most_stages,
-        "one card, whatever fits": forgets_the_limit,
-        "activations alone, weights forgotten": forgets_the_weights,
-    },
     on_ranks=True,
 )
 

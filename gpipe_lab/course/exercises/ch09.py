@@ -9,7 +9,7 @@ from typing import Any
 
 from ...plan.errors import InputError
 from ...plan.schedules import SCHEDULES, one_f_one_b
-from ...plan.torch_csv import from_csv, to_csv
+from ...plan.torch_csv import from_csv
 from ..exercise import Answer, Case, Exercise, Mismatch, over_cases
 from ..official import torch_listing
 from .step_on_ranks import outcome, reference
@@ -64,18 +64,6 @@ TORCH_NAME = Exercise(
         "Two of the three take several stages of a rank in a list. One of those splits its backward.",
         "1F1B; Interleaved1F1B; and the zero bubble that is no V: InterleavedZeroBubble, one stage a rank.",
     ),
-    mutants={
-        "GPipe for 1F1B": lambda name: {"one_f_one_b": "GPipe"}.get(name) or torch_name_solution(name),
-        "1F1B, though a rank has two stages": lambda name: (
-            "1F1B" if name == "interleaved" else torch_name_solution(name)
-        ),
-        "looped, but breadth first": lambda name: (
-            "LoopedBFS" if name == "interleaved" else torch_name_solution(name)
-        ),
-        "1F1B for zero bubble": lambda name: (
-            "1F1B" if name == "zero_bubble_h1" else torch_name_solution(name)
-        ),
-    },
 )
 
 
@@ -96,30 +84,6 @@ def repair_solution(listing):
         if letter:  # the last rank counts its forwards from 1
             last[place] = f"{stage}F{int(number) - 1}"
     return "\n".join(",".join(row) for row in rows)
-
-
-def _shifted(listing: str, *, letter: str, rows: slice) -> str:
-    """The listing with the micro-batches of one kind of operation counted one lower in some rows."""
-    cells = [line.split(",") for line in listing.splitlines()]
-    for row in cells[rows]:
-        for place, cell in enumerate(row):
-            stage, found, number = cell.partition(letter)
-            if found and number.isdigit() and int(number):
-                row[place] = f"{stage}{letter}{int(number) - 1}"
-    return "\n".join(",".join(row) for row in cells)
-
-
-def _first_forward_added(listing: str) -> str:
-    """The forward that is missing put in front, the one too many left where it is."""
-    cells = [line.split(",") for line in listing.splitlines()]
-    cells[-1].insert(0, f"{len(cells) - 1}F0")
-    return "\n".join(",".join(row) for row in cells)
-
-
-def _gpipe_of_that_size(listing: str) -> str:
-    rows = listing.splitlines()
-    count = sum("F" in cell for cell in rows[0].split(","))
-    return to_csv(SCHEDULES["gpipe"](len(rows), count))
 
 
 SIZES: tuple[Case, ...] = tuple(
@@ -167,13 +131,6 @@ REPAIR = Exercise(
         "On the last rank torch counts the forwards from 1, the backwards from 0.",
         "In the last row turn 3F1 into 3F0, 3F2 into 3F1 and so on; cell.partition('F') takes a cell apart.",
     ),
-    mutants={
-        "every row shifted": partial(_shifted, letter="F", rows=slice(None)),
-        "the backwards shifted": partial(_shifted, letter="B", rows=slice(-1, None)),
-        "the missing forward put in front": _first_forward_added,
-        "a GPipe of that size": _gpipe_of_that_size,
-        "written anew, its idle cells lost": lambda listing: to_csv(from_csv(repair_solution(listing))),
-    },
 )
 
 
@@ -204,37 +161,6 @@ def torch_step_solution(context, stage, x, target, num_microbatches, loss_fn):
     else:
         schedule.step(target=target, losses=losses)
         return torch.stack(losses).mean()  # losses of micro-batches, all of the same size
-
-
-def torch_variant(
-    context,
-    stage,
-    x,
-    target,
-    num_microbatches,
-    loss_fn,
-    *,
-    scale_grads=True,
-    total="mean",
-    steps=1,
-    reverse=False,
-):
-    """The solution with one thing done differently."""
-    import torch
-    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-
-    index = context.num_ranks - 1 - context.rank if reverse else context.rank
-    wrapped = PipelineStage(stage, index, context.num_ranks, torch.device("cpu"))
-    schedule = ScheduleGPipe(wrapped, num_microbatches, loss_fn=loss_fn, scale_grads=scale_grads)
-    losses = []
-    for _ in range(steps):
-        if context.rank == 0:
-            schedule.step(x)
-        elif context.rank < context.num_ranks - 1:
-            schedule.step()
-        else:
-            schedule.step(target=target, losses=losses)
-    return getattr(torch.stack(losses), total)() if losses else None
 
 
 def torch_step_on_a_rank(
@@ -299,12 +225,6 @@ PORT = Exercise(
         "step(target=target, losses=losses) fills the list with the micro-batches' losses; their mean is the "
         "batch's. The gradients are scaled already.",
     ),
-    mutants={
-        "gradients not scaled": partial(torch_variant, scale_grads=False),
-        "losses added up": partial(torch_variant, total="sum"),
-        "stepped twice": partial(torch_variant, steps=2),
-        "stages numbered from the end": partial(torch_variant, reverse=True),
-    },
     on_ranks=True,
 )
 

@@ -9,11 +9,11 @@ from ...plan.formulas import pipeline_ms
 from ...plan.memory import peak_in_flight
 from ...plan.ops import Kind, Op
 from ...plan.schedule import Schedule
-from ...plan.schedules import each, gpipe, naive, one_f_one_b, zero_bubble_h1, zero_bubble_h2
+from ...plan.schedules import one_f_one_b
 from ...plan.simulate import Costs, simulate
 from ..exercise import Answer, Exercise, Mismatch, over, over_cases
 from ..race import share_of_a_rank
-from .schedules import is_built_in, not_runnable, renamed, with_rows
+from .schedules import is_built_in, not_runnable, with_rows
 
 IMPORTS = "from gpipe_lab import Kind, Op, Schedule"
 
@@ -43,33 +43,6 @@ def solution(num_stages: int, num_microbatches: int) -> Schedule:
         row += backwards[num_microbatches - num_warmup :]
         rows.append(tuple(row))
     return Schedule("my 1F1B", num_microbatches, tuple(range(num_stages)), tuple(rows))
-
-
-def with_warmup(num_stages: int, num_microbatches: int, *, extra: int = 0, flat: bool = False) -> Schedule:
-    """A wrong answer: another number of forwards ahead."""
-
-    def row(stage: int) -> list[Op]:
-        forwards = each(Kind.F, stage, num_microbatches)
-        backwards = each(Kind.B, stage, num_microbatches)
-        num_warmup = (num_stages - 1 if flat else num_stages - 1 - stage) + extra
-        pairs = zip(forwards[num_warmup:], backwards, strict=False)
-        steady = [op for pair in pairs for op in pair]
-        return forwards[:num_warmup] + steady + backwards[len(forwards[num_warmup:]) :]
-
-    return with_rows("warmup", num_microbatches, [row(stage) for stage in range(num_stages)])
-
-
-def always_warms_up_in_full(num_stages: int, num_microbatches: int) -> Schedule:
-    """Right where M ≥ P; with fewer micro-batches it runs forwards that do not exist."""
-    rows = []
-    for stage in range(num_stages):
-        num_warmup = num_stages - 1 - stage
-        row = each(Kind.F, stage, num_warmup)
-        for m in range(num_microbatches - num_warmup):
-            row += [Op(Kind.F, stage, num_warmup + m), Op(Kind.B, stage, m)]
-        row += each(Kind.B, stage, num_microbatches)[max(0, num_microbatches - num_warmup) :]
-        rows.append(row)
-    return with_rows("full warmup", num_microbatches, rows)
 
 
 @over(P=range(1, 6), M=range(1, 9))
@@ -113,13 +86,6 @@ ONE_F_ONE_B = Exercise(
         "first gradient can be there.",
         "num_warmup = min(P − 1 − stage, M). The backwards left over at the end are as many as the warmup.",
     ),
-    mutants={
-        "one forward too many in the warmup: as fast, and holds one more": partial(with_warmup, extra=1),
-        "the same warmup on every stage: all hold P": partial(with_warmup, flat=True),
-        "GPipe: holds M": gpipe,
-        "naive: holds 1 and waits": naive,
-        "warms up in full where M < P": always_warms_up_in_full,
-    },
     imports=IMPORTS,
 )
 
@@ -152,15 +118,6 @@ def hold_back(order: list[Op], stage: int, num_stages: int, *, by: str) -> list[
     """A wrong answer: another number of W's is put off."""
     held = {"none": 0, "all": len(order), "P": num_stages, "most at the top": num_stages - 1 - stage}[by]
     return solution_weights(order, held, num_stages)
-
-
-def weights_first(order: list[Op], stage: int, num_stages: int) -> list[Op]:
-    return [new for op in order for new in ([op._replace(kind=Kind.W), op] if op.kind is Kind.I else [op])]
-
-
-def forgets_those_left(order: list[Op], stage: int, num_stages: int) -> list[Op]:
-    done = solution_weights(order, stage, num_stages)
-    return done[: len(done) - min(stage, 1)]
 
 
 def inputs_of_1f1b(stage: int, P: int, M: int) -> list[Op]:
@@ -224,14 +181,6 @@ PLACE_WEIGHTS = Exercise(
         "A micro-batch is held until its W. How many more than P − k may stage k hold, if P is the limit?",
         "Keep a list of W's put off. When it is longer than the stage's number, run the oldest.",
     ),
-    mutants={
-        "each W right after its I": partial(hold_back, by="none"),
-        "all W's at the end: holds M": partial(hold_back, by="all"),
-        "P put off on every stage: holds more than P": partial(hold_back, by="P"),
-        "most put off at the top, where there is no room": partial(hold_back, by="most at the top"),
-        "W ahead of its I": weights_first,
-        "one W left out": forgets_those_left,
-    },
     imports="from gpipe_lab import Kind, Op",
 )
 
@@ -270,22 +219,6 @@ def solution_own(num_ranks: int, num_microbatches: int) -> Schedule:
                 ended[op] = slot + 1
         slot += 1
     return Schedule("greedy", num_microbatches, tuple(range(num_ranks)), tuple(map(tuple, rows)))
-
-
-def split_gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
-    kinds = (Kind.F, Kind.I, Kind.W)
-    rows = [
-        [op for kind in kinds for op in each(kind, stage, num_microbatches)] for stage in range(num_ranks)
-    ]
-    return with_rows("split GPipe", num_microbatches, rows)
-
-
-def waits_for_ever(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Every stage wants its first gradient before its second forward."""
-    rows = [list(row) for row in solution_own(num_ranks, num_microbatches).ops]
-    first = rows[0].index(Op(Kind.I, 0, 0))
-    rows[0].insert(0, rows[0].pop(first))
-    return with_rows("waits", num_microbatches, rows)
 
 
 SIZES = tuple({"P": P, "M": M} for P, M in ((2, 4), (3, 6), (4, 8)))
@@ -340,14 +273,6 @@ INVENT = Exercise(
         "operation that can start. Which is most urgent, I, F or W?",
         "I first, for a stage waits for it; then F, as long as fewer than P micro-batches are held; W else.",
     ),
-    mutants={
-        "1F1B under another name": partial(renamed, one_f_one_b),
-        "ZB-H1 under another name": partial(renamed, zero_bubble_h1),
-        "ZB-H2 under another name": partial(renamed, zero_bubble_h2),
-        "GPipe with split backwards: holds M": split_gpipe,
-        "a rank that waits for ever": waits_for_ever,
-        "naive under another name": partial(renamed, naive),
-    },
     imports=IMPORTS,
 )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from functools import partial
 from itertools import product
 
 from ...plan.formulas import bubble_fraction
@@ -21,27 +20,6 @@ def clip_factor(stage_norms, max_norm):
 def solution_clip(stage_norms, max_norm):
     total = math.sqrt(sum(norm**2 for norm in stage_norms))
     return min(1.0, max_norm / total) if total > 0 else 1.0
-
-
-def clip_by(stage_norms: list[float], max_norm: float, *, how: str) -> float:
-    """A wrong answer: another total."""
-    total = {
-        "sum": sum(stage_norms),
-        "largest": max(stage_norms),
-        "mean": sum(stage_norms) / len(stage_norms),
-        "squares": sum(norm**2 for norm in stage_norms),
-        "first": stage_norms[0],
-    }[how]
-    return min(1.0, max_norm / total) if total > 0 else 1.0
-
-
-def always_to_the_limit(stage_norms: list[float], max_norm: float) -> float:
-    total = math.sqrt(sum(norm**2 for norm in stage_norms))
-    return max_norm / total if total else 1.0
-
-
-def divides_by_zero(stage_norms: list[float], max_norm: float) -> float:
-    return min(1.0, max_norm / math.sqrt(sum(norm**2 for norm in stage_norms)))
 
 
 def gradients(seed: int, num_stages: int) -> list[list[float]]:
@@ -98,15 +76,6 @@ CLIP = Exercise(
         "Square the stages' norms, add, take the root: that is the norm of all gradients together.",
         "min(1, max_norm / total), since clipping never makes a gradient larger; and mind a total of 0.",
     ),
-    mutants={
-        "norms added up": partial(clip_by, how="sum"),
-        "the largest stage's norm": partial(clip_by, how="largest"),
-        "the mean of the norms": partial(clip_by, how="mean"),
-        "the root forgotten": partial(clip_by, how="squares"),
-        "a stage's own norm": partial(clip_by, how="first"),
-        "small gradients made larger": always_to_the_limit,
-        "divides by a norm of zero": divides_by_zero,
-    },
     imports="import math",
 )
 
@@ -137,37 +106,6 @@ def solution_layout(num_devices, batch_size, num_layers, parameters, sample_byte
             if held <= card_bytes:
                 fitting.append(((P - 1) / (M + P - 1), T, P, D))
     _, T, P, D = min(fitting)
-    return T, P, D
-
-
-def layout_with(
-    num_devices: int,
-    batch_size: int,
-    num_layers: int,
-    parameters: int,
-    sample_bytes: int,
-    card_bytes: int,
-    per_node: int,
-    *,
-    bytes_per_parameter: int = BYTES_PER_PARAMETER,
-    holds: str = "P",
-    beyond_the_node: bool = False,
-    last: bool = False,
-) -> tuple[int, int, int]:
-    """A wrong answer: another count of what is held, or another choice among what fits."""
-    fitting = []
-    most = num_devices if beyond_the_node else per_node
-    for T, P in product(range(1, most + 1), range(1, num_layers + 1)):
-        if num_devices % (T * P) or num_layers % P or batch_size % (num_devices // (T * P)):
-            continue
-        D = num_devices // (T * P)
-        M = batch_size // D
-        in_flight = {"P": min(P, M), "one": 1, "M": M, "none": 0}[holds]
-        if (bytes_per_parameter * parameters + in_flight * sample_bytes) / (T * P) <= card_bytes:
-            fitting.append((bubble_fraction(P, M), T, P, D))
-    if not fitting:
-        return (1, 1, num_devices)
-    _, T, P, D = max(fitting) if last else min(fitting)
     return T, P, D
 
 
@@ -273,14 +211,6 @@ LAYOUT = Exercise(
         "M = batch_size/D. Stage 0 of 1F1B holds min(P, M) micro-batches, each sample_bytes/(T·P) on a card.",
         "Keep (bubble, T, P, D) of those that fit, and take the minimum.",
     ),
-    mutants={
-        "activations forgotten": partial(layout_with, holds="none"),
-        "one micro-batch in flight": partial(layout_with, holds="one"),
-        "M in flight, as in GPipe": partial(layout_with, holds="M"),
-        "weights of 2 bytes and nothing else": partial(layout_with, bytes_per_parameter=2),
-        "tensor parallel across nodes": partial(layout_with, beyond_the_node=True),
-        "the largest bubble that fits": partial(layout_with, last=True),
-    },
 )
 
 EXERCISES = (CLIP, LAYOUT)

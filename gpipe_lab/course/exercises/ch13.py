@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
-from ..bugs import BUGS, DRIFT, NONE, TIMES_M, Program, batch
+from ..bugs import BUGS, NONE, Program
 from ..exercise import Answer, Case, Exercise, Mismatch, over_cases
 
 # What a gradient holds after a step.
@@ -22,26 +21,6 @@ def after_step(before, parts, rows):
 
 def after_step_solution(before, parts, rows):
     return before + sum(n * part for n, part in zip(rows, parts, strict=True)) / sum(rows)
-
-
-def added_up(before: float, parts: list[float], rows: list[int]) -> float:
-    """Nothing is divided: M times too large."""
-    return before + sum(parts)
-
-
-def plain_mean(before: float, parts: list[float], rows: list[int]) -> float:
-    """Every micro-batch counts alike, however many rows it has."""
-    return before + sum(parts) / len(parts)
-
-
-def weighted_and_divided(before: float, parts: list[float], rows: list[int]) -> float:
-    """By rows, and what was there is divided as well."""
-    return before / len(parts) + after_step_solution(0.0, parts, rows)
-
-
-def forgetful(before: float, parts: list[float], rows: list[int]) -> float:
-    """The batch's gradient, and what was there is gone."""
-    return after_step_solution(0.0, parts, rows)
 
 
 def _near(expected: float, got: float) -> bool:
@@ -89,12 +68,6 @@ MEND = Exercise(
         "A batch's mean loss is a mean over rows. A micro-batch with twice the rows counts twice.",
         "before + (sum of rows × part) / (sum of rows).",
     ),
-    mutants={
-        "added up, M times too large": added_up,
-        "every micro-batch counts alike": plain_mean,
-        "what was there is divided too": weighted_and_divided,
-        "what was there is gone": forgetful,
-    },
 )
 
 
@@ -150,24 +123,6 @@ def solution(make):
     return bugs.NONE
 
 
-def blind_to(bug: str, make: Callable[..., Program]) -> str:
-    """A wrong answer: everything but this one is found."""
-    found = solution(make)
-    return NONE if found == bug else found
-
-
-def always_suspicious(make: Callable[..., Program]) -> str:
-    """A wrong answer: what has no other bug is said to drift."""
-    found = solution(make)
-    return DRIFT if found == NONE else found
-
-
-def by_the_loss_alone(make: Callable[..., Program]) -> str:
-    """A wrong answer: the loss is right in most of these programs."""
-    x, y = batch(8)
-    return NONE if abs(make().step(x, y, 4) - make().step(x, y, 1)) < 1e-9 else TIMES_M
-
-
 def _cases(bugs: tuple[str, ...]) -> list[Case]:
     return [{"bug": bug} for bug in bugs]
 
@@ -202,11 +157,6 @@ FIND_BUG = Exercise(
         "With batch_norm=True, state()['1.num_batches_tracked'] after one step is 1 where statistics are "
         "counted once. Compare with torch.allclose; the order of sums differs in the last digits.",
     ),
-    mutants={
-        "the loss alone": by_the_loss_alone,
-        "always suspicious": always_suspicious,
-        **{f"blind to: {bug}": partial(blind_to, bug) for bug in BUGS},
-    },
     imports=IMPORTS,
 )
 
