@@ -25,11 +25,11 @@ from .world import join
 @record  # tells the launcher what was raised
 def train(config: TrainConfig) -> float:
     """Train as `config` says, in this process and those started with it; the loss of the last step."""
-    with join(config.pipeline.device, config.training.timeout_s) as world:
-        watchdog = Watchdog(world.rank, world.num_ranks, config.training.watchdog_s)
+    with join(config.pipeline.device, config.training.timeout_s) as (label, transport):
+        watchdog = Watchdog(transport.rank, transport.num_ranks, config.training.watchdog_s)
         try:
             with watchdog:
-                return Trainer(config, world, watchdog).run()
+                return Trainer(config, transport, label, watchdog).run()
         except BaseException as error:
             error.add_note(watchdog.where())
             raise

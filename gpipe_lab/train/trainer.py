@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ..engine.device import now_ms, open_device
+from ..engine.device import now_ms
 from ..engine.executor import RankResult
 from ..engine.loss import read_loss
 from ..engine.mailbox import Board
@@ -16,24 +16,26 @@ from ..engine.models import VOCABULARY, batch, corpus, gpt, next_token_loss
 from ..engine.rank_pipeline import RankPipeline
 from ..engine.saving import load_state, save_state, saves
 from ..engine.stage import StepContext
-from ..engine.transport import open_transport
+from ..engine.transport import Transport
 from ..lab.run import assemble
 from ..lab.step import Plan, cut, plan_step, read_spec
 from ..plan.schedules import replicate
 from .clock import measure_offset
 from .config import TrainConfig
-from .world import World, require_same
+from .world import require_same
 
 
 class Trainer:
     """One rank's stages and what it takes to train them. All ranks do everything together."""
 
-    def __init__(self, config: TrainConfig, world: World, board: Board) -> None:
+    def __init__(self, config: TrainConfig, transport: Transport, device_label: str, board: Board) -> None:
         self.config = config
-        self.world = world
+        self.transport = transport
+        self.device_label = device_label
         self.text = corpus(config.training.corpus_bytes)
         digest = hashlib.blake2b(self.text.numpy().tobytes(), digest_size=8).hexdigest()
         require_same(
+            transport,
             (config, digest),
             "all ranks train the same way on the same text, that of one version of Python",
             where="--config",
@@ -41,7 +43,7 @@ class Trainer:
         )
         model, training, layout = config.model, config.training, config.pipeline
         torch.set_default_dtype(torch.float64 if training.precision == "float64" else torch.float32)
-        one = layout.make_schedule(layout.ranks_per_replica(world.num_ranks))
+        one = layout.make_schedule(layout.ranks_per_replica(transport.num_ranks))
         self.schedule = replicate(one, layout.num_replicas)
         layers = gpt(
             model.num_blocks,
@@ -56,7 +58,7 @@ class Trainer:
         specs = read_spec(
             stages,
             self.schedule.stage_to_rank,
-            world.num_ranks,
+            transport.num_ranks,
             seed=training.seed,
             limit_bytes=None,
             loss_fn=next_token_loss,
@@ -69,9 +71,8 @@ class Trainer:
             max_norm=training.max_norm,
             num_replicas=layout.num_replicas,
         )
-        device = open_device(world.device_plan, world.local_rank)
-        self.transport = open_transport(world.device_plan, device)
-        self.pipeline = RankPipeline(world.rank, specs[world.rank], device, board, self.transport)
+        spec = specs[transport.rank]
+        self.pipeline = RankPipeline(transport.rank, spec, transport.device, board, transport)
         self.loss = read_loss(next_token_loss)
 
     def run(self) -> float:
@@ -94,7 +95,6 @@ class Trainer:
             if config.save.folder and (done % config.save.every == 0 or is_last):
                 save = save_state(self.pipeline, self.transport, config.save.folder, done)
                 self.say(f"step {done}: saved in {save}")
-        self.transport.close()
         return loss
 
     def step(self, step: int) -> tuple[float, float]:
@@ -102,7 +102,7 @@ class Trainer:
         is_traced = self.config.log.trace_file and step + 1 == self.config.log.trace_step
         clock = measure_offset() if is_traced else None
         plan = self.plan(step)
-        job = plan.jobs[self.world.rank]
+        job = plan.jobs[self.transport.rank]
         result, loss, norm = self.pipeline.step(job, self.transport, update=True)
         if clock is not None:
             self.write_trace(clock.shift(result), plan, clock.error_ms, loss)
@@ -117,7 +117,7 @@ class Trainer:
         autocast = torch.bfloat16 if training.precision == "bfloat16" else None
         return plan_step(
             self.schedule,
-            num_ranks=self.world.num_ranks,
+            num_ranks=self.transport.num_ranks,
             layers_per_stage=self.layers_per_stage,
             inputs=inputs,
             targets=targets,
@@ -133,6 +133,7 @@ class Trainer:
             return 0
         found = [save.name for save in saves(folder)]
         require_same(
+            self.transport,
             found,
             "all hosts see the same save folder",
             where=f"[save] folder = {folder!r}",
@@ -143,11 +144,10 @@ class Trainer:
     def write_trace(self, result: RankResult, plan: Plan, error_ms: float, loss: float) -> None:
         """Put all ranks' measurements together, on rank 0's clock, for Perfetto."""
         found = self.transport.gather((result, error_ms))
-        if self.world.rank > 0:
+        if self.transport.rank > 0:
             return
         results = [each for each, _ in found]
-        label = self.world.device_plan.label
-        run = assemble(results, plan.schedule, loss=loss, device=label, paced=False)
+        run = assemble(results, plan.schedule, loss=loss, device=self.device_label, paced=False)
         path = run.trace.to_chrome(Path(self.config.log.trace_file))
         error = max(error for _, error in found)
         self.say(
@@ -165,9 +165,9 @@ class Trainer:
         return (
             f"{schedule.name}: P = {schedule.ranks_per_replica}, M = {schedule.microbatches_per_replica}, "
             f"replicas = {schedule.num_replicas}, {sum(self.layers_per_stage)} layers, "
-            f"{self.world.device_plan.label}; {start}"
+            f"{self.device_label}; {start}"
         )
 
     def say(self, text: str) -> None:
-        if self.world.rank == 0:
+        if self.transport.rank == 0:
             print(text, flush=True)

@@ -14,8 +14,9 @@ import torch
 from hosts import PACKAGE_ROOT, two_hosts, why_not
 
 import gpipe_lab as gl
-from gpipe_lab.engine.device import now_ms
+from gpipe_lab.engine.device import now_ms, open_device
 from gpipe_lab.engine.saving import saves
+from gpipe_lab.engine.transport import open_transport
 from gpipe_lab.plan.ops import Kind, Op
 from gpipe_lab.train.clock import measure_offset
 from gpipe_lab.train.watchdog import Watchdog
@@ -223,7 +224,8 @@ def test_clocks_are_compared_within_the_bound(lab_of):
 
 def test_hosts_that_differ_are_told(lab_of):
     def check(context, value):
-        require_same(value or context.rank, "all are the same", where="here", remedy="one file")
+        transport = open_transport(context.device_plan, open_device(context.device_plan, context.rank))
+        require_same(transport, value or context.rank, "all are the same", where="here", remedy="one file")
 
     assert lab_of(3).launch(check, "same") == [None] * 3
     with pytest.raises(gl.RankFailed, match=r"all are the same") as caught:
