@@ -7,8 +7,8 @@ from itertools import zip_longest
 
 from gpipe_lab.course.exercises.ch08 import exchanges, solution
 from gpipe_lab.plan.lowering import as_written
-from gpipe_lab.plan.ops import Kind, Op
-from gpipe_lab.plan.schedule import Schedule, peer
+from gpipe_lab.plan.ops import Kind, Op, peer
+from gpipe_lab.plan.schedule import Schedule
 from gpipe_lab.plan.schedules import gpipe, one_f_one_b
 
 
