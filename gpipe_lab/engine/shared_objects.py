@@ -11,7 +11,7 @@ import pickle
 import random
 from collections import deque
 from collections.abc import Iterable, Sequence
-from types import FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +21,19 @@ from torch import nn
 from ..plan.errors import require
 
 CONTAINERS = (dict, list, set, deque, bytearray)
+PLAIN = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    type,
+    torch.dtype,
+    FunctionType,
+    BuiltinFunctionType,
+)
 GENERATORS = (torch.Generator, random.Random, np.random.Generator)
 _MODULES_OWN = frozenset(vars(nn.Module()))  # hooks, parameters and the like
 
@@ -35,8 +48,8 @@ class Kept(NamedTuple):
 def shared_between(stages: Sequence[Iterable[Any]]) -> list[tuple[Any, ...]]:
     """For the layers of each stage, modules or functions that build them, what they share with another stage.
 
-    Raises `InputError` for a container that modules on two stages have as an attribute: it is there to
-    be changed.
+    Raises `InputError` for a container that modules on two stages have as an attribute and that holds no
+    configuration: it is there to be changed.
     """
     found = [_kept_by(layers) for layers in stages]
     first: dict[int, tuple[int, Kept]] = {}
@@ -48,7 +61,7 @@ def shared_between(stages: Sequence[Iterable[Any]]) -> list[tuple[Any, ...]]:
                 shared.add(key)
                 apart = None not in (kept.holder, theirs.holder) and kept.holder is not theirs.holder
                 require(
-                    not (apart and isinstance(kept.value, CONTAINERS)),
+                    not (apart and isinstance(kept.value, CONTAINERS)) or _is_configuration(kept.value),
                     "layers on two stages share nothing that can be changed: each rank changes its own copy",
                     got=f"a {type(kept.value).__name__} in a {type(theirs.holder).__name__} of stage {other} "
                     f"and a {type(kept.holder).__name__} of stage {stage}",
@@ -57,6 +70,12 @@ def shared_between(stages: Sequence[Iterable[Any]]) -> list[tuple[Any, ...]]:
                     "a copy, or a tuple, for what nobody changes",
                 )
     return [tuple(kept.value for key, kept in objects.items() if key in shared) for objects in found]
+
+
+def _is_configuration(value: Any) -> bool:
+    """Whether a container has something in it, and no more than numbers, strings and the like."""
+    inside = _inside(value)
+    return bool(inside) and all(isinstance(v, PLAIN) or _is_configuration(v) for v in inside)
 
 
 def _kept_by(layers: Iterable[Any]) -> dict[int, Kept]:

@@ -356,6 +356,12 @@ class CountingBuffer(nn.Linear):
         return super().forward(x)
 
 
+class Counted(Stash):
+    def forward(self, x):
+        self.skips["calls"] += 1
+        return nn.Linear.forward(self, x) * self.skips["calls"]
+
+
 def by_hook():
     kept = {}
     first, last = nn.Linear(4, 4), nn.Linear(4, 4)
@@ -374,6 +380,7 @@ CHANGING = {
     "an object that functions take along": lambda: shared_by(
         [functools.partial(functools.partial, kind) for kind in (Stash, Pop)], Skips
     ),
+    "a dict that looks like settings": lambda: shared_by([Counted] * 2, lambda: {"calls": 0}),
     "hooks": by_hook,
     "a generator": lambda: shared_by([Drawing] * 2, torch.Generator),
     "a buffer": lambda: shared_by([CountingBuffer] * 2, lambda: torch.zeros(1)),
