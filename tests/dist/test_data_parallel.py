@@ -37,15 +37,14 @@ def test_equal_to_one_process(lab_of, name, num_ranks, num_replicas):
     schedule = gl.SCHEDULES[name](num_ranks, 4 if num_ranks > 1 else 3)
     for mode in MODES if "zero_bubble" not in name else MODES[:3]:
         run = lab_of(num_ranks * num_replicas).run(
-            schedule, model, x, y, loss_fn=F.mse_loss, checkpoint=mode, num_replicas=num_replicas
-        )
+            schedule, model, x, y, loss_fn=F.mse_loss, checkpoint=mode, num_replicas=num_replicas, warmup=False)
         assert distance(run.gradients(), reference) <= 1e-12, mode
         assert run.loss == pytest.approx(loss, rel=1e-12)
 
 
 def test_bytes_and_events_of_the_sums(lab_of):
     model = make_model()
-    run = lab_of(4).run(gl.gpipe(2, 2), model, *make_batch(8), loss_fn=F.mse_loss, num_replicas=2)
+    run = lab_of(4).run(gl.gpipe(2, 2), model, *make_batch(8), loss_fn=F.mse_loss, num_replicas=2, warmup=False)
     sizes = [8 * sum(p.numel() for p in part.parameters()) for part in (model[:4], model[4:])]
     assert run.bytes_reduced == {(0, 2): sizes[0], (1, 3): sizes[1]}
     boundary = 4 * 8 * 8  # 4 rows a replica, 8 wide, 8 bytes each
@@ -61,8 +60,8 @@ def test_bytes_and_events_of_the_sums(lab_of):
 def test_two_replicas_draw_the_masks_of_one_pipeline(lab_of):
     model = make_model(dropout=0.5)
     x, y = make_batch(12)
-    many = lab_of(2).run(gl.one_f_one_b(2, 6), model, x, y, loss_fn=F.mse_loss, seed=3)
-    both = lab_of(4).run(gl.one_f_one_b(2, 3), model, x, y, loss_fn=F.mse_loss, seed=3, num_replicas=2)
+    many = lab_of(2).run(gl.one_f_one_b(2, 6), model, x, y, loss_fn=F.mse_loss, seed=3, warmup=False)
+    both = lab_of(4).run(gl.one_f_one_b(2, 3), model, x, y, loss_fn=F.mse_loss, seed=3, num_replicas=2, warmup=False)
     assert distance(both.gradients(), many.gradients()) <= 1e-14  # a different mask would give about 1
     assert both.loss == pytest.approx(many.loss, rel=1e-14)
 
@@ -95,7 +94,7 @@ def test_a_token_weighted_loss_is_weighted_over_all_replicas(lab_of):
     targets = ids.clone()
     targets[:5] = -100  # the first replica has hardly any token that counts, and whole micro-batches of none
     loss, reference = whole_batch(model, ids, targets, F.cross_entropy)
-    run = lab_of(4).run(gl.gpipe(2, 2), model, ids, targets, loss_fn=F.cross_entropy, num_replicas=2)
+    run = lab_of(4).run(gl.gpipe(2, 2), model, ids, targets, loss_fn=F.cross_entropy, num_replicas=2, warmup=False)
     assert run.loss == pytest.approx(loss, rel=1e-12)
     assert distance(run.gradients(), reference) <= 1e-12
 
@@ -113,7 +112,7 @@ def test_a_parameter_without_gradients_stays_without(lab_of):
     model = nn.Sequential(Unused(), nn.Linear(3, 3))
     model[1].weight.requires_grad_(False)
     x = torch.ones(4, 3)
-    run = lab_of(4).run(gl.gpipe(2, 2), model, x, x, loss_fn=F.mse_loss, num_replicas=2)
+    run = lab_of(4).run(gl.gpipe(2, 2), model, x, x, loss_fn=F.mse_loss, num_replicas=2, warmup=False)
     assert set(run.gradients()) == {"0.linear.weight", "0.linear.bias", "1.bias"}
 
 
@@ -323,8 +322,8 @@ def test_half_precision_is_summed_over_replicas_in_float32(lab_of):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 8), nn.Linear(8, 3)).bfloat16()
     x, y = (t.bfloat16() for t in make_batch(16))
-    one = lab_of(2).run(gl.gpipe(2, 8), model, x, y, loss_fn=F.mse_loss)
-    two = lab_of(4).run(gl.gpipe(2, 4), model, x, y, loss_fn=F.mse_loss, num_replicas=2)
+    one = lab_of(2).run(gl.gpipe(2, 8), model, x, y, loss_fn=F.mse_loss, warmup=False)
+    two = lab_of(4).run(gl.gpipe(2, 4), model, x, y, loss_fn=F.mse_loss, num_replicas=2, warmup=False)
     assert two.bytes_reduced == {(0, 2): 4 * 48, (1, 3): 4 * 27}
     for name, gradient in two.gradients().items():
         assert gradient.dtype == torch.bfloat16
@@ -342,11 +341,11 @@ def test_shapes_are_agreed_on_in_each_replica_by_itself(lab_of):
 def test_misfits_are_refused(lab_of):
     x, y = make_batch(8)
     with pytest.raises(gl.InputError, match=r"3 x 2 = 6 ranks, a lab of 4"):
-        lab_of(4).run(gl.gpipe(2, 2), make_model(), x, y, loss_fn=F.mse_loss, num_replicas=3)
+        lab_of(4).run(gl.gpipe(2, 2), make_model(), x, y, loss_fn=F.mse_loss, num_replicas=3, warmup=False)
     with pytest.raises(gl.InputError, match="a stage on every rank"):
         lab_of(4).pipeline(make_model(), num_replicas=3)
     with pytest.raises(gl.InputError, match="every micro-batch of every replica"):
-        lab_of(4).run(gl.gpipe(2, 5), make_model(), x, y, loss_fn=F.mse_loss, num_replicas=2)
+        lab_of(4).run(gl.gpipe(2, 5), make_model(), x, y, loss_fn=F.mse_loss, num_replicas=2, warmup=False)
 
 
 def test_a_failure_names_the_rank_and_the_microbatch(lab_of):
@@ -360,5 +359,5 @@ def test_a_failure_names_the_rank_and_the_microbatch(lab_of):
     x[7] = 100
     model = nn.Sequential(Picky(), nn.Linear(2, 2))
     with pytest.raises(gl.RankFailed, match=r"rank 2 failed in 0F3.*no such number") as caught:
-        lab_of(4).run(gl.gpipe(2, 2), model, x, x, loss_fn=F.mse_loss, num_replicas=2)
+        lab_of(4).run(gl.gpipe(2, 2), model, x, x, loss_fn=F.mse_loss, num_replicas=2, warmup=False)
     assert caught.value.rank == 2

@@ -226,7 +226,7 @@ def test_under_autocast_and_without_gradients(lab_of):
     expected = pipe.predict(x)
     with torch.autocast("cpu", torch.bfloat16):
         for refused in (
-            lambda: lab_of(2).run(gl.gpipe(2, 2), make_model(), x, y, loss_fn=F.mse_loss),
+            lambda: lab_of(2).run(gl.gpipe(2, 2), make_model(), x, y, loss_fn=F.mse_loss, warmup=False),
             lambda: pipe.step(gl.gpipe(2, 2), x, y, update=False),
             lambda: pipe.predict(x),
         ):
@@ -351,7 +351,7 @@ def test_two_pipelines_on_one_lab_do_not_mix(lab_of):
     first = lab.pipeline(make_model(), loss_fn=F.mse_loss, optimizer=SGD)
     second = lab.pipeline(make_model(), loss_fn=F.mse_loss, optimizer=SGD)
     first.step(gl.gpipe(2, 2), x, y)
-    lab.run(gl.gpipe(2, 2), make_model(), x, y, loss_fn=F.mse_loss)
+    lab.run(gl.gpipe(2, 2), make_model(), x, y, loss_fn=F.mse_loss, warmup=False)
     initial = make_model().state_dict()
     assert all(torch.equal(value, initial[name]) for name, value in second.state_dict().items())
     del first
@@ -442,13 +442,13 @@ def test_a_factory_that_builds_no_module_is_refused_with_its_name(lab_of):
     model = [lambda: nn.Linear(6, 6), lambda: torch.zeros(3)]
     x, y = (t.float() for t in make_batch())
     for refused in (
-        lambda: lab_of(2).run(gl.gpipe(2, 2), model, x, y, loss_fn=F.mse_loss),
+        lambda: lab_of(2).run(gl.gpipe(2, 2), model, x, y, loss_fn=F.mse_loss, warmup=False),
         lambda: lab_of(2).pipeline(model, loss_fn=F.mse_loss),
     ):
         with pytest.raises(gl.InputError) as caught:
             refused()
         assert caught.value.where == "layer '1'" and caught.value.got == "Tensor" and caught.value.remedy
-        assert lab_of(2).run(gl.gpipe(2, 2), [model[0]] * 2, x, y, loss_fn=F.mse_loss).loss > 0
+        assert lab_of(2).run(gl.gpipe(2, 2), [model[0]] * 2, x, y, loss_fn=F.mse_loss, warmup=False).loss > 0
 
 
 def test_a_failure_in_the_optimizer_is_placed_there(lab_of):
