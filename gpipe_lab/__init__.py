@@ -105,7 +105,7 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in ("Lab", "report", "this_machine"):  # what makes workers imports torch while this process does
-        import_module("gpipe_lab.lab.workers").start_forkserver()
+        import_module("gpipe_lab.lab.forkserver").start_forkserver()
     value = getattr(import_module(_LAZY[name]), name)
     globals()[name] = value
     return value

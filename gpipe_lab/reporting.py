@@ -16,8 +16,8 @@ from .engine.pace import Pace
 from .engine.profile import Profile
 from .lab.failures import RankFailed
 from .lab.lab import Lab
+from .lab.model import named_layers
 from .lab.run import Run
-from .lab.step import named_layers
 from .plan.errors import require, require_count
 from .plan.units import parse_bytes
 from .planner.choose import CHECKPOINTS, PROPOSED, Plans, choose

@@ -1,22 +1,22 @@
-"""A shared array in which every rank says which operation it is in, and the watchdog that reads it."""
+"""Shared memory in which every rank says which operation it is in, and the watchdog that reads it."""
 
 from __future__ import annotations
 
+import mmap
+import os
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Collection
-from multiprocessing.context import BaseContext
-from typing import Any
+from typing import Any, Protocol
 
 from ..plan.ops import Kind, Op
 
 _KINDS = tuple(Kind)
 _CODES = {kind: code for code, kind in enumerate(_KINDS, start=1)}  # 0 is "in no operation"
-
-
 _WAITS = 1 << 63
+CELL_BYTES = 8
 
 
 def _pack(op: Op) -> int:
@@ -31,15 +31,17 @@ def _unpack(cell: int) -> Op | None:
     return Op(_KINDS[(cell & 0xFF) - 1], cell >> 8 & 0xFFFF, cell >> 24 & 0xFFFFFF, cell >> 48)
 
 
-class Board:
-    """The current operation of every rank, in shared memory that has no name and leaves no file."""
+class SharedBoard:
+    """The current operation of every rank, in a file that all of them map into memory.
 
-    def __init__(self, num_ranks: int, context: BaseContext) -> None:
-        self._cells: Any = context.RawArray("Q", num_ranks)
+    It lies in the workers' private folder and goes with that.
+    """
 
-    def of_rank(self, rank: int) -> RankBoard:
-        """The part that one rank writes."""
-        return RankBoard(self._cells, rank)
+    def __init__(self, folder: str, num_ranks: int) -> None:
+        self.path = os.path.join(folder, "board")
+        with open(self.path, "wb") as file:
+            file.write(bytes(CELL_BYTES * num_ranks))
+        self._cells = _map(self.path)
 
     def read(self, rank: int) -> Op | None:
         """The operation that `rank` was last seen in; None between operations."""
@@ -55,8 +57,8 @@ class RankBoard:
 
     __slots__ = ("_cells", "_rank")
 
-    def __init__(self, cells: Any, rank: int) -> None:
-        self._cells = cells
+    def __init__(self, path: str, rank: int) -> None:
+        self._cells = _map(path)
         self._rank = rank
 
     def mark(self, op: Op, *, waits: bool = False) -> None:
@@ -68,13 +70,27 @@ class RankBoard:
         self._cells[self._rank] = 0
 
 
+def _map(path: str) -> memoryview:
+    """A file as 64-bit integers, each written and read whole."""
+    with open(path, "r+b") as file:
+        return memoryview(mmap.mmap(file.fileno(), 0)).cast("Q")
+
+
 ASK_STACK = b"stack"  # what a worker's listener is sent; no job, since pickles begin otherwise
 
 
-class Watchdog:
-    """Watches the board: a run hangs when for `limit_s` no rank has come to another operation.
+class Board(Protocol):
+    """What a watchdog reads."""
 
-    Ranks that wait for a message hang for the sake of another, so the one to blame is one that does not.
+    def read(self, rank: int) -> Op | None: ...
+
+    def waits(self, rank: int) -> bool: ...
+
+
+class Watchdog:
+    """Watches a board: a run hangs when for `limit_s` no rank has come to another operation.
+
+    Ranks that wait for a message hang for the sake of another, so those to blame are ones that do not.
     Programs that mark no operations are left alone.
     """
 
@@ -84,16 +100,18 @@ class Watchdog:
         self._seen: dict[int, Any] = {}
         self._moved_at = time.monotonic()
 
-    def blamed(self, missing: Collection[int]) -> int | None:
-        """The rank that holds up a run in which the ranks `missing` have not replied; None while it moves."""
+    def suspects(self, missing: Collection[int]) -> list[int]:
+        """Those of the ranks `missing`, without a reply so far, that may hold up the run, if it hangs.
+
+        Where all wait, as they do when one was frozen as it waited, it is any of them.
+        """
         now = {rank: self._board.read(rank) for rank in missing}
         if now != self._seen:
             self._seen, self._moved_at = now, time.monotonic()
-        working = [rank for rank, op in now.items() if op is not None]
-        if self.limit_s is None or not working or time.monotonic() - self._moved_at < self.limit_s:
-            return None
-        busy = [rank for rank in working if not self._board.waits(rank)]
-        return min(busy or working)
+        working = sorted(rank for rank, op in now.items() if op is not None)
+        if self.limit_s is None or time.monotonic() - self._moved_at < self.limit_s:
+            return []
+        return [rank for rank in working if not self._board.waits(rank)] or working
 
     def patience(self) -> float | None:
         """Seconds until it is worth looking again."""

@@ -7,28 +7,29 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
-from ..engine.batch import Tree
+from ..engine.batch import Tree, split
 from ..engine.device import DevicePlan, plan_devices
 from ..engine.loss import LossFn
-from ..engine.pace import Pace
-from ..engine.profile import Profile
+from ..engine.profile import CRITERIA, Profile
 from ..plan.errors import require, require_count
 from ..plan.schedule import Schedule
 from ..plan.units import parse_bytes
 from .failures import raise_refusals
-from .once import LossOptions, profile_model, run_once
+from .forkserver import start_forkserver
+from .model import named_layers
+from .options import ModelOptions, StepOptions, choose, takes
 from .pipeline import Pipeline
+from .processes import may_have_labs
 from .run import Run
-from .step import MakeSchedule, Partition, Ties
-from .worker import may_have_labs
-from .workers import OnMessage, OnOutput, WorkerPool, print_tagged, start_forkserver
-
-if TYPE_CHECKING:
-    import torch
+from .step import MakeSchedule, made
+from .worker import ProfileJob, profile, run_program
+from .workers import OnMessage, OnOutput, WorkerPool, print_tagged
 
 WATCHDOG_S = 120.0
+OF_A_PIPELINE = ("optimizer", "scheduler", "scheduler_per", "max_norm", "stage_to_rank", "outputs")
 
 
 class Lab:
@@ -99,14 +100,13 @@ class Lab:
             where="Lab.launch",
             remedy="lab.launch(fn, *args)",
         )
-        from .worker import run_program
-
         with self._one_at_a_time():
             replies = self._pool.call(run_program, [(fn, args)] * self.num_ranks, timeout=timeout)
             if any(used_group for _, used_group in replies):
                 self._pool.renew_group()
         return [result for result, _ in replies]
 
+    @takes(ModelOptions, StepOptions, without=OF_A_PIPELINE)
     def run(
         self,
         schedule: Schedule | MakeSchedule,
@@ -114,23 +114,9 @@ class Lab:
         inputs: Tree,
         targets: Tree | None = None,
         *,
-        num_microbatches: int | None = None,
-        loss_fn: LossFn | None = None,
-        loss_weight: Callable[[Tree], float] | None = None,
-        loss_reduction: str | None = None,
-        checkpoint: str = "never",
-        early: bool = False,
-        seed: int = 0,
-        pace: Pace | None = None,
-        partition: Partition = "uniform",
-        ties: Ties | None = None,
-        num_replicas: int = 1,
-        autocast: torch.dtype | None = None,
         warmup: bool = True,
         repeats: int = 1,
-        hoist: int = 2,
-        strict: bool = False,
-        profile: bool = False,
+        **options: Any,
     ) -> Run:
         """Run one training step of `model` through the ranks and measure it; nothing is kept afterwards.
 
@@ -140,49 +126,24 @@ class Lab:
         it is to live. inputs, targets: tensors, or nestings of tensors, with the batch first; a batch that
         the micro-batches do not divide is weighted by their true sizes. What has no rows, such as a (T, T)
         mask, is marked for every micro-batch to get all of it: `(x, gl.whole(mask))`.
-        loss_fn(output, target) is a mean over rows unless `loss_weight` or `loss_reduction="sum"` says
-        otherwise. torch's own losses are read, with their `reduction`, `ignore_index` and class weights; a
-        function or class of your own is not looked into: where it leaves rows out, give
-        `loss_weight=lambda target: (target != -100).sum()`.
-        checkpoint: "never", "always", "except_last" or "every:k". A recompute sees a layer's buffers, plain
-        numbers and strings, and random generators of its own as its forward saw them; lists, dicts and other
-        objects that a forward changes in place it sees as they are. seed: keys random layers and factories.
-        ties: tuples of parameter names that are one weight, for factories; shared modules are found.
-        num_replicas: that many copies of the schedule's pipeline, on ranks one after another, share the batch
-        (`gl.replicate`); their gradients are summed once a step.
-        autocast: torch.bfloat16 runs layers and loss under autocast; weights and gradients keep their dtype.
-        partition: "uniform"; "parameters", "flops", "time" or "memory", measured first; or a list of sizes.
-        pace: a `gl.Pace`; None runs at full speed. warmup: run an unpaced step first and discard it.
-        repeats: measure that often and return the run with the median makespan. hoist: how many
-        computations ahead of need receives are posted. strict: one transfer at a time on each rank.
-        profile: run torch's profiler in the last measured step, which takes time; `run.profiles` has a trace
-        for each rank, with every operation named.
+        warmup: run an unpaced step first and discard it.
+        repeats: measure that often and return the run with the median makespan.
 
         Raises `InputError` or `ScheduleError` before any process works, `RankFailed` when a rank fails.
         """
-        loss = LossOptions(loss_fn=loss_fn, loss_weight=loss_weight, loss_reduction=loss_reduction)
-        return run_once(
-            self,
-            schedule,
-            model,
-            inputs,
-            targets,
-            num_microbatches=num_microbatches,
-            loss=loss,
-            checkpoint=checkpoint,
-            early=early,
-            seed=seed,
-            pace=pace,
-            partition=partition,
-            ties=ties,
-            num_replicas=num_replicas,
-            autocast=autocast,
-            warmup=warmup,
-            repeats=repeats,
-            hoist=hoist,
-            strict=strict,
-            profile=profile,
-        )
+        require_count(repeats, "repeats", where="Lab.run")
+        how: StepOptions = choose(StepOptions, options)
+        of_model: ModelOptions = choose(ModelOptions, options)
+        num_replicas = of_model.num_replicas
+        schedule = made(schedule, self.num_ranks // num_replicas, how.num_microbatches, where="Lab.run")
+        if of_model.partition in CRITERIA and isinstance(schedule, Schedule):
+            microbatch = split(inputs, num_replicas * schedule.num_microbatches)[0]
+            found = self.profile(model, microbatch, seed=of_model.seed)
+            sizes = found.sizes(schedule.num_stages, str(of_model.partition), schedule=schedule)
+            of_model = replace(of_model, partition=sizes)
+        place = getattr(schedule, "stage_to_rank", (0,))
+        pipe = Pipeline(self, model, replace(of_model, stage_to_rank=place))
+        return pipe.run_once(schedule, inputs, targets, how, warmup=warmup, repeats=repeats)
 
     def profile(
         self,
@@ -197,51 +158,17 @@ class Lab:
 
         `.sizes(num_stages, by=...)` of the result is a `partition`; `.frame()` a table.
         """
-        return profile_model(self, model, microbatch, target, loss_fn, seed)
+        names, layers = named_layers(model)
+        job = ProfileJob(microbatch, target, loss_fn, seed)
+        nothing: tuple = ((), (), None)
+        return self.call(profile, [(layers, names, job), *[nothing] * (self.num_ranks - 1)])[0]
 
-    def pipeline(
-        self,
-        model: Any,
-        *,
-        loss_fn: LossFn | None = None,
-        loss_weight: Callable[[Tree], float] | None = None,
-        loss_reduction: str | None = None,
-        optimizer: Callable | None = None,
-        scheduler: Callable | None = None,
-        scheduler_per: str = "step",
-        max_norm: float | None = None,
-        partition: Partition = "uniform",
-        stage_to_rank: Sequence[int] | Schedule | None = None,
-        ties: Ties | None = None,
-        num_replicas: int = 1,
-        autocast: torch.dtype | None = None,
-        seed: int = 0,
-    ) -> Pipeline:
-        """Put a model's stages on the ranks, to stay there from step to step.
-
-        optimizer: a function from named parameters to a torch Optimizer, such as
-        `functools.partial(torch.optim.SGD, lr=0.1)`; scheduler: from that to a learning-rate scheduler, which
-        moves at every update, or with `scheduler_per="epoch"` when `pipe.scheduler_step()` is called.
-        max_norm: clip gradients by their norm over all stages. stage_to_rank: where the stages are, for
-        schedules with several on a rank, `gl.interleaved(4, 8)` itself or its tuple; one stage a rank unless
-        given. num_replicas: of num_ranks / num_replicas ranks each. The rest is as in `run`.
-        """
-        loss = LossOptions(loss_fn=loss_fn, loss_weight=loss_weight, loss_reduction=loss_reduction)
-        return Pipeline(
-            self,
-            model,
-            loss=loss,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            scheduler_per=scheduler_per,
-            max_norm=max_norm,
-            partition=partition,
-            stage_to_rank=stage_to_rank,
-            ties=ties,
-            num_replicas=num_replicas,
-            autocast=autocast,
-            seed=seed,
-        )
+    @takes(ModelOptions)
+    def pipeline(self, model: Any, **options: Any) -> Pipeline:
+        """Put a model's stages on the ranks, to stay there from step to step. `model` is as in `run`."""
+        pipe = Pipeline(self, model, choose(ModelOptions, options))
+        pipe.build()
+        return pipe
 
     def call(
         self,

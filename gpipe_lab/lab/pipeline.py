@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import os
@@ -16,32 +15,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..engine.batch import Tree
-from ..engine.pace import Pace
-from ..engine.rank_pipeline import shape_of
+from ..engine.executor import RankResult
+from ..engine.rank_pipeline import PipelineSpec, RankPipeline, shape_of
 from ..engine.saving import latest_save, require_fitting
 from ..engine.stage import StepContext
 from ..engine.updates import steps_alone
-from ..plan.errors import InputError, require, require_count
+from ..plan.errors import InputError, require
 from ..plan.schedule import Schedule
 from ..plan.schedules import forward_only, replicate
 from ..plan.simulate import Costs, costs_of
 from ..plan.units import parse_bytes
-from . import jobs
+from . import worker
 from .failures import PipelineLost, as_input_errors
-from .once import LossOptions, assemble_step, sweep
-from .run import Run
-from .step import (
-    MakeSchedule,
-    Partition,
-    Plan,
-    Ties,
-    cut,
-    joined,
-    made,
-    parts_of,
-    plan_step,
-    read_spec,
-)
+from .model import cut, joined, parts_of, rank_specs
+from .options import ModelOptions, StepOptions, choose, class_made_by, takes
+from .run import Run, assemble, middle
+from .step import MakeSchedule, PreparedStep, made, prepare_step
 
 if TYPE_CHECKING:
     from .lab import Lab
@@ -57,79 +46,16 @@ class Pipeline:
     `PipelineLost`, except `load_state_dict`, `load` and `load_state`, which bring the pipeline back.
     """
 
-    def __init__(
-        self,
-        lab: Lab,
-        model: Any,
-        *,
-        loss: LossOptions,
-        optimizer: Callable | None,
-        scheduler: Callable | None,
-        scheduler_per: str,
-        max_norm: float | None,
-        partition: Partition,
-        stage_to_rank: Sequence[int] | Schedule | None,
-        ties: Ties | None,
-        num_replicas: int,
-        autocast: torch.dtype | None,
-        seed: int,
-    ) -> None:
-        for name, function in (("optimizer", optimizer), ("scheduler", scheduler)):
-            require(
-                function is None or callable(function),
-                f"{name} is a function that makes one, on every rank for the weights there",
-                got=f"{name}={function!r}",
-                where="Lab.pipeline",
-                remedy="optimizer=functools.partial(torch.optim.SGD, lr=0.1)",
-            )
-            given_a_metric = name == "scheduler" and scheduler_per == "epoch"
-            require(
-                given_a_metric or steps_alone(_class_made_by(function)),
-                f"the step of an {name} here needs neither a closure nor a metric",
-                got=f"{name} makes a {getattr(_class_made_by(function), '__name__', '')}",
-                where="Lab.pipeline",
-                remedy="torch.optim.AdamW"
-                if name == "optimizer"
-                else 'scheduler_per="epoch", and pipe.scheduler_step(metric) after each',
-            )
-        require(
-            scheduler_per in ("step", "epoch"),
-            'scheduler_per is "step" or "epoch"',
-            got=f"scheduler_per={scheduler_per!r}",
-            where="Lab.pipeline",
-            remedy='scheduler_per="epoch", and pipe.scheduler_step() after each',
-        )
-        require(
-            scheduler is None or optimizer is not None,
-            "a scheduler needs an optimizer",
-            got="optimizer=None",
-            where="Lab.pipeline",
-            remedy="optimizer=functools.partial(torch.optim.SGD, lr=0.1)",
-        )
-        require(
-            max_norm is None
-            or (isinstance(max_norm, int | float) and math.isfinite(max_norm) and max_norm > 0),
-            "max_norm is a positive number",
-            got=f"max_norm={max_norm!r}",
-            where="Lab.pipeline",
-            remedy="max_norm=1.0",
-        )
+    def __init__(self, lab: Lab, model: Any, options: ModelOptions) -> None:
+        """Check and cut the model; `build` puts it on the workers."""
         self.lab = lab
-        self.seed = seed
-        self.autocast = autocast
-        self._loss = loss
-        self._rule = loss.read()
-        require_count(num_replicas, "num_replicas", where="Lab.pipeline")
-        self.num_replicas = num_replicas
-        self.stage_to_rank = _placement(stage_to_rank, max(lab.num_ranks // num_replicas, 1))
-        self._stages = cut(model, len(self.stage_to_rank), partition)
-        self._options: dict[str, Any] = {"optimizer": optimizer, "scheduler": scheduler}
-        self._options |= {"scheduler_per": scheduler_per, "max_norm": max_norm, "ties": ties}
+        self.options = options
+        self.stage_to_rank = _placement(options.stage_to_rank, max(lab.num_ranks // options.num_replicas, 1))
+        self._stages = cut(model, len(self.stage_to_rank), options.partition)
         self._key = f"pipeline {next(_keys)}"
         self._steps = 0
         self._costs: Costs | None = None
-        self._build()
-        weakref.finalize(self, lab.abandoned.append, self._key)
+        self._generation: int | None = None  # of the workers that it lives on
 
     @property
     def num_stages(self) -> int:
@@ -139,42 +65,39 @@ class Pipeline:
     def _ranks_per_replica(self) -> int:
         return 1 + max(self.stage_to_rank)
 
+    @property
+    def num_replicas(self) -> int:
+        return self.options.num_replicas
+
+    @takes(StepOptions)
     def step(
         self,
         schedule: Schedule | MakeSchedule,
         inputs: Tree,
         targets: Tree,
         *,
-        num_microbatches: int | None = None,
         update: bool = True,
-        checkpoint: str = "never",
-        early: bool = False,
-        pace: Pace | None = None,
-        hoist: int = 2,
-        strict: bool = False,
-        profile: bool = False,
-        outputs: bool = False,
+        **options: Any,
     ) -> Run:
         """One training step: gradients of the batch, and with `update` an optimizer step.
 
         schedule: a `gl.Schedule` with the stages where the pipeline has them, or a function that makes one of
         (number of ranks, num_microbatches).
         After an update the next step starts from zeroed gradients; steps without one add up.
-        profile: run torch's profiler along, which takes time; `run.profiles` has a trace for each rank.
-        outputs: bring the model's outputs back, for metrics: `run.outputs()`.
 
         Schedule, micro-batches and rows may change from step to step, for a batch that grows with time.
         A loss of an inner layer (load balancing, say) travels in the outputs: the layer returns it beside its
         activations, later layers hand it on, and `loss_fn` adds it.
         """
         require(
-            not update or self._options["optimizer"] is not None,
+            not update or self.options.optimizer is not None,
             "an update needs an optimizer",
             got="optimizer=None",
             where="Pipeline.step",
             remedy="lab.pipeline(..., optimizer=functools.partial(torch.optim.SGD, lr=0.1)), or update=False",
         )
-        schedule = made(schedule, self._ranks_per_replica, num_microbatches, where="Pipeline.step")
+        how: StepOptions = choose(StepOptions, options)
+        schedule = made(schedule, self._ranks_per_replica, how.num_microbatches, where="Pipeline.step")
         place = getattr(schedule, "stage_to_rank", self.stage_to_rank)
         require(
             place == self.stage_to_rank or len(set(place)) != self._ranks_per_replica,
@@ -190,28 +113,60 @@ class Pipeline:
             where="Pipeline.step",
             remedy="pipe.evaluate(inputs, targets)",
         )
-        plan = self._plan(
-            replicate(schedule, self.num_replicas),
-            inputs,
-            targets,
-            StepContext(seed=self.seed, step=self._steps, autocast=self.autocast),
-            checkpoint=checkpoint,
-            early=early,
-            pace=pace,
-            hoist=hoist,
-            profile=profile,
-            outputs=outputs,
-        )
-        replies = self._call(jobs.step, [(job, update, strict) for job in plan.jobs])
+        step = self._prepare(schedule, inputs, targets, how)
+        results = self._each([(worker.step, job, update, how.strict) for job in step.jobs])
         self._steps += 1
-        run = replace(assemble_step(self.lab, plan, replies, pace), grad_norm=replies[0][2])
-        if pace is None and self._costs is None and self.lab.device_plan.matches_by_order:
+        run = replace(self._assemble(step, results, how), grad_norm=results[0][2])
+        if how.pace is None and self._costs is None and self.lab.device_plan.matches_by_order:
             self._costs = costs_of(run.trace)  # the order of transfers comes from them in later steps
         return run
 
+    def run_once(
+        self,
+        schedule: Schedule,
+        inputs: Tree,
+        targets: Tree | None,
+        how: StepOptions,
+        *,
+        warmup: bool,
+        repeats: int,
+    ) -> Run:
+        """Live for `repeats` steps from the same weights, in one call: built, measured, gone again."""
+        step = self._prepare(schedule, inputs, targets, how, training=getattr(schedule, "trains", True))
+        plain = [replace(job, profile=False) for job in step.jobs]
+        requests = [
+            [
+                (worker.build, self._key, spec),
+                (
+                    worker.measure,
+                    self._key,
+                    [replace(job, pace=None)] * warmup + [job] * (repeats - 1) + [last],
+                    how.strict,
+                ),
+                (worker.drop, self._key),
+            ]
+            for spec, job, last in zip(self._specs(), plain, step.jobs, strict=True)
+        ]
+        try:
+            with as_input_errors():
+                replies = self.lab.call(worker.serve, self._with_drops(requests))
+        except BaseException:  # where the workers live on, so does what they have built
+            self.lab.abandoned.append(self._key)
+            raise
+        steps, gradients = zip(*(measured for *_, measured, _ in replies), strict=True)
+        by_step = list(zip(*steps, strict=True))[warmup:]
+        runs = [self._assemble(step, list(results), how) for results in by_step]
+        found = {name: g for part in gradients for name, g in part.items()}
+        return replace(middle(runs), _gradients=found, profiles=runs[-1].profiles)
+
     def evaluate(self, inputs: Tree, targets: Tree, *, num_microbatches: int = 1) -> float:
         """The loss of a batch, with layers in evaluation mode and no gradients."""
-        require(self._rule is not None, "an evaluation needs a loss", got="loss_fn=None", where="evaluate")
+        require(
+            self.options.loss_fn is not None,
+            "an evaluation needs a loss",
+            got="loss_fn=None",
+            where="evaluate",
+        )
         return self._forward(inputs, targets, num_microbatches).loss
 
     def predict(self, inputs: Tree, *, num_microbatches: int = 1) -> Tree:
@@ -223,28 +178,29 @@ class Pipeline:
         return self._forward(inputs, None, num_microbatches).outputs()
 
     def zero_grad(self) -> None:
-        self._ask("zero_grad")
+        self._apply(RankPipeline.zero_grad)
 
     def scheduler_step(self, *metrics: float) -> None:
         """Move the scheduler on, after an epoch say: for a pipeline made with `scheduler_per="epoch"`.
 
         metrics: what the scheduler's own step is given, such as a loss for ReduceLROnPlateau.
         """
+        scheduler, per = self.options.scheduler, self.options.scheduler_per
         require(
-            self._options["scheduler"] is not None and self._options["scheduler_per"] == "epoch",
+            scheduler is not None and per == "epoch",
             "a scheduler moves at every update, or when it is told to",
-            got=f"scheduler={self._options['scheduler']!r}, scheduler_per={self._options['scheduler_per']!r}",
+            got=f"scheduler={scheduler!r}, scheduler_per={per!r}",
             where="Pipeline.scheduler_step",
             remedy='lab.pipeline(..., scheduler=..., scheduler_per="epoch")',
         )
         require(
-            bool(metrics) or steps_alone(_class_made_by(self._options["scheduler"])),
+            bool(metrics) or steps_alone(class_made_by(scheduler)),
             "a scheduler that goes by a metric is given one",
             got="scheduler_step()",
             where="Pipeline.scheduler_step",
             remedy="pipe.scheduler_step(pipe.evaluate(inputs, targets))",
         )
-        self._ask("scheduler_step", *metrics)
+        self._apply(RankPipeline.scheduler_step, *metrics)
 
     def set_lr(self, lr: float) -> None:
         """Give all weights this learning rate from now on, as `group["lr"] = lr` does in torch.
@@ -259,34 +215,36 @@ class Pipeline:
             remedy="pipe.set_lr(0.01)",
         )
         require(
-            self._options["optimizer"] is not None,
+            self.options.optimizer is not None,
             "learning rates are an optimizer's",
             got="optimizer=None",
             where="Pipeline.set_lr",
             remedy="lab.pipeline(..., optimizer=functools.partial(torch.optim.SGD, lr=0.1))",
         )
-        self._ask("set_lr", lr)
+        self._apply(RankPipeline.set_lr, lr)
 
     def learning_rates(self) -> dict[str, float]:
         """Whole-model parameter names to the learning rates of the next update."""
-        return joined(self._stages, self._ask("learning_rates"))
+        return joined(self._stages, self._apply(RankPipeline.learning_rates))
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Whole-model parameter names to accumulated gradients, on the CPU."""
-        return joined(self._stages, self._call(jobs.gradients))
+        return joined(self._stages, self._apply(worker.gradients))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The whole model's weights and buffers, on the CPU, as `nn.Sequential.state_dict` names them."""
-        return joined(self._stages, self._ask("state_dict"))
+        return joined(self._stages, self._apply(RankPipeline.state_dict))
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Set the weights and buffers; brings back a pipeline that was lost, with a new optimizer."""
         if self._is_lost:
-            self._build()
+            self.build()
         given = {name: shape_of(value) for name, value in state.items()}
-        require_fitting(given, joined(self._stages, self._ask("shapes")), "Pipeline.load_state_dict")
+        expected = joined(self._stages, self._apply(RankPipeline.shapes))
+        require_fitting(given, expected, "Pipeline.load_state_dict")
         parts = parts_of(self._stages, self.stage_to_rank, state)
-        self._call(jobs.ask, [("load_state_dict", part) for part in parts] * self.num_replicas)
+        loads = [(worker.apply, RankPipeline.load_state_dict, part) for part in parts]
+        self._each(loads * self.num_replicas)
 
     def save(self, path: str | Path) -> Path:
         """Write `state_dict` with torch.save, whole or not at all."""
@@ -307,8 +265,7 @@ class Pipeline:
         Weights, optimizer, learning rates, gradients not yet used and the number of steps: each rank writes
         its part, in the format of torch.distributed.checkpoint. Returns the save within the folder.
         """
-        folder = os.path.abspath(folder)
-        return Path(self._call(jobs.save_state, [(folder, self._steps)] * self.lab.num_ranks)[0])
+        return Path(self._each([(worker.save, os.path.abspath(folder), self._steps)] * self.lab.num_ranks)[0])
 
     def load_state(self, folder: str | Path) -> None:
         """Go on from what `save_state` wrote, at any number of stages; brings back a pipeline that was lost.
@@ -318,8 +275,8 @@ class Pipeline:
         """
         latest_save(folder)
         if self._is_lost:
-            self._build()
-        found = self._call(jobs.load_state, [(os.path.abspath(folder),)] * self.lab.num_ranks)[0]
+            self.build()
+        found = self._each([(worker.load, os.path.abspath(folder))] * self.lab.num_ranks)[0]
         if isinstance(found, InputError):
             raise found
         self._steps = found
@@ -328,7 +285,16 @@ class Pipeline:
     def _is_lost(self) -> bool:
         return self.lab.generation != self._generation
 
-    def _build(self) -> None:
+    def build(self) -> None:
+        """Put the stages on the workers, as the model has them."""
+        requests = [[(worker.build, self._key, spec)] for spec in self._specs()]
+        with as_input_errors():
+            self.lab.call(worker.serve, self._with_drops(requests))
+        if self._generation is None:
+            weakref.finalize(self, self.lab.abandoned.append, self._key)
+        self._generation = self.lab.generation
+
+    def _specs(self) -> list[PipelineSpec]:
         num_ranks = self._ranks_per_replica * self.num_replicas
         require(
             self.lab.num_ranks == num_ranks,
@@ -337,48 +303,62 @@ class Pipeline:
             where="Pipeline",
             remedy=f"lab.resize({num_ranks})",
         )
-        specs = read_spec(
-            self._stages,
-            self.stage_to_rank,
-            self.lab.num_ranks,
-            seed=self.seed,
-            limit_bytes=parse_bytes(self.lab.memory_limit),
-            loss_fn=self._loss.loss_fn,
-            num_replicas=self.num_replicas,
-            **self._options,
-        )
-        sweep(self.lab)
-        with as_input_errors():
-            self.lab.call(jobs.build, [(self._key, spec) for spec in specs])
-        self._generation = self.lab.generation
+        limit_bytes = parse_bytes(self.lab.memory_limit)
+        return rank_specs(self._stages, self.stage_to_rank, num_ranks, self.options, limit_bytes=limit_bytes)
 
-    def _plan(
-        self, schedule: Schedule, inputs: Tree, targets: Tree | None, step: StepContext, **options: Any
-    ) -> Plan:
-        return plan_step(
-            schedule,
+    def _prepare(
+        self,
+        schedule: Schedule,
+        inputs: Tree,
+        targets: Tree | None,
+        how: StepOptions,
+        *,
+        training: bool = True,
+    ) -> PreparedStep:
+        options = self.options
+        return prepare_step(
+            replicate(schedule, options.num_replicas),
+            inputs,
+            targets,
             num_ranks=self.lab.num_ranks,
             layers_per_stage=[len(s.layers) for s in self._stages],
-            inputs=inputs,
-            targets=targets,
-            loss=self._rule,
+            loss=options.loss_rule(),
+            context=StepContext(
+                seed=options.seed,
+                step=self._steps,
+                training=training,
+                gradients=training,
+                autocast=options.autocast,
+            ),
+            options=how,
             costs=self._costs,
-            step=step,
-            **options,
+        )
+
+    def _assemble(
+        self, step: PreparedStep, replies: Sequence[tuple[RankResult, float, float]], how: StepOptions
+    ) -> Run:
+        return assemble(
+            [result for result, _, _ in replies],
+            step.schedule,
+            loss=replies[0][1],
+            device=self.lab.device_plan.label,
+            paced=how.pace is not None,
+            limit_bytes=parse_bytes(self.lab.memory_limit),
         )
 
     def _forward(self, inputs: Tree, targets: Tree | None, num_microbatches: int) -> Run:
-        forwards = forward_only(self.num_stages, num_microbatches, stage_to_rank=self.stage_to_rank)
-        schedule = replicate(forwards, self.num_replicas)
-        step = StepContext(
-            seed=self.seed, step=self._steps, training=False, gradients=False, autocast=self.autocast
-        )
-        plan = self._plan(schedule, inputs, targets, step)
-        return assemble_step(
-            self.lab, plan, self._call(jobs.step, [(job, False, False) for job in plan.jobs]), None
-        )
+        schedule = forward_only(self.num_stages, num_microbatches, stage_to_rank=self.stage_to_rank)
+        how = StepOptions()
+        step = self._prepare(schedule, inputs, targets, how, training=False)
+        replies = self._each([(worker.step, job, False, False) for job in step.jobs])
+        return self._assemble(step, replies, how)
 
-    def _call(self, function: Callable, args_by_rank: list[tuple] | None = None) -> list[Any]:
+    def _apply(self, method: Callable[..., Any], *args: Any) -> list[Any]:
+        """`method(rank's pipeline, *args)` on every rank; the results by rank."""
+        return self._each([(worker.apply, method, *args)] * self.lab.num_ranks)
+
+    def _each(self, asked: Sequence[tuple]) -> list[Any]:
+        """Ask (function, *args), one of the worker's, of each rank's pipeline; the answers by rank."""
         if self._is_lost:
             raise PipelineLost(
                 "rule:   a pipeline's weights live in its workers\n"
@@ -386,12 +366,15 @@ class Pipeline:
                 "where:  Pipeline\n"
                 "remedy: pipe.load_state_dict(saved_state), or make the pipeline anew"
             )
-        args = args_by_rank if args_by_rank is not None else [()] * self.lab.num_ranks
+        requests = [([(function, self._key, *args)],) for function, *args in asked]
         with as_input_errors():
-            return self.lab.call(function, [(self._key, *rest) for rest in args], generation=self._generation)
+            replies = self.lab.call(worker.serve, requests, generation=self._generation)
+        return [answer for (answer,) in replies]
 
-    def _ask(self, method: str, *args: Any) -> list[Any]:
-        return self._call(jobs.ask, [(method, *args)] * self.lab.num_ranks)
+    def _with_drops(self, requests: Sequence[list[worker.Request]]) -> list[tuple]:
+        """The requests by rank, and before them those to free the pipelines that the driver has let go of."""
+        drops = [(worker.drop, self.lab.abandoned.pop()) for _ in range(len(self.lab.abandoned))]
+        return [([*drops, *mine],) for mine in requests]
 
 
 def _placement(given: Sequence[int] | Schedule | None, num_ranks: int) -> tuple[int, ...]:
@@ -407,10 +390,3 @@ def _placement(given: Sequence[int] | Schedule | None, num_ranks: int) -> tuple[
         remedy="stage_to_rank=gl.interleaved(4, 8), or (0, 1, 2, 3, 0, 1, 2, 3)",
     )
     return place
-
-
-def _class_made_by(function: Callable | None) -> type | None:
-    """The class that a function makes instances of, where it says so without being called."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return function if isinstance(function, type) else None

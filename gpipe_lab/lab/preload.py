@@ -5,22 +5,28 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import warnings
 
-from .workers import SCRATCH_VARIABLE
+from .forkserver import SCRATCH_VARIABLE
+from .processes import adopt_orphans, kill_descendants
 
 
-def _remove(scratch: str, owner: int) -> None:
+def _clean_up(scratch: str, owner: int) -> None:
     if os.getpid() == owner:
+        kill_descendants()
         shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _outlive_the_driver_to_clean_up(scratch: str) -> None:
-    """The forkserver ends after the driver and all workers, so it removes the files of a killed driver.
+    """The forkserver ends after the driver and all workers, so it removes what a killed driver leaves.
 
-    A session of its own keeps it, and every worker, out of reach of a signal to the driver's group.
+    A session of its own keeps it, and every worker, out of reach of a signal to the driver's group. It
+    inherits what workers that were killed had started.
     """
     os.setsid()
-    atexit.register(_remove, scratch, os.getpid())
+    adopt_orphans()
+    warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")
+    atexit.register(_clean_up, scratch, os.getpid())
     # Importing dynamo makes a cache folder; workers take on the driver's environment and so its own choice.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(scratch, "inductor")
 
@@ -33,4 +39,4 @@ import torch._dynamo  # noqa: E402  # what the first optimizer would import, in 
 import torch.distributed  # noqa: E402
 import torch.fx.experimental.symbolic_shapes  # noqa: E402, F401  # and the first backward
 
-from . import jobs, worker  # noqa: E402, F401
+from . import worker  # noqa: E402, F401

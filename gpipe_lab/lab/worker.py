@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import io
 import multiprocessing
@@ -13,8 +12,9 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
@@ -22,30 +22,23 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from ..engine.device import DevicePlan, take_device
-from ..engine.rank_pipeline import StepRefused
+from ..engine.batch import Tree
+from ..engine.device import Device, DevicePlan, open_device, take_device
+from ..engine.executor import RankResult, StepJob
+from ..engine.loss import LossFn
+from ..engine.profile import Profile, profile_layers, recorded
+from ..engine.rank_pipeline import Layer, PipelineSpec, RankPipeline, StepRefused
+from ..engine.saving import load_state, save_state
+from ..engine.stage import Objective
+from ..engine.transport import Transport, open_transport
+from ..plan.errors import InputError
 from .board import ASK_STACK, RankBoard, main_thread_stack
-from .failures import Failure, Refused
+from .failures import SOCKETS_CLOSED, SOCKETS_CLOSED_CODE, Failure, Refused
 from .pickling import dumps
-
-_is_rank = False
-
-
-def mark_as_rank() -> None:
-    """Called in a worker: it makes no labs, and other processes it may."""
-    global _is_rank
-    _is_rank = True
-    vars(multiprocessing.current_process())["_config"]["daemon"] = False
-
-
-def may_have_labs() -> bool:
-    """Whether labs can be made in this process: not in a rank, nor in what ends without notice."""
-    return not (_is_rank or multiprocessing.current_process().daemon)
-
+from .processes import become_rank, kill_descendants, note_sockets, sockets_are_closed
 
 # The driver sees every death itself, so a transfer may take as long as a slow step or a breakpoint needs.
 GROUP_TIMEOUT = timedelta(hours=12)
-PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a process gets when its parent ends
 
 
 @dataclass(frozen=True)
@@ -54,7 +47,7 @@ class Seat:
 
     rank: int
     device_plan: DevicePlan
-    board: RankBoard
+    board_path: str
     pipe: Connection
     environment: dict[str, str]
     rendezvous: str  # a private folder that lives as long as the set of workers
@@ -82,19 +75,27 @@ class RankContext:
 
 
 class Outbox:
-    """The worker's end of the pipe for writing, shared by all its threads."""
+    """The worker's end of the pipe for writing, shared by all its threads.
+
+    A finaliser may print in the middle of a message, so nobody waits here: whoever is writing writes what
+    has come in meanwhile as well.
+    """
 
     def __init__(self, seat: Seat) -> None:
         self._seat = seat
-        self._lock = threading.Lock()
+        self._waiting: deque[bytes] = deque()
+        self._writing = threading.Lock()
 
     def send(self, kind: str, content: Any) -> None:
-        message = pickle.dumps((kind, content))
-        try:
-            with self._lock:
-                self._seat.pipe.send_bytes(message)
-        except OSError:  # the driver is gone or has dismissed this worker
-            _leave(self._seat)
+        self._waiting.append(pickle.dumps((kind, content)))
+        while self._waiting and self._writing.acquire(blocking=False):
+            try:
+                while self._waiting:
+                    self._seat.pipe.send_bytes(self._waiting.popleft())
+            except OSError:  # the driver is gone or has dismissed this worker
+                leave(self._seat)
+            finally:
+                self._writing.release()
 
     def report(self, value: Any) -> None:
         self.send("message", dumps(value))
@@ -129,7 +130,7 @@ class LineStream(io.TextIOBase):
 def main(seat: Seat) -> None:
     """Run jobs until the driver closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _allow_children()
+    become_rank()
     gc.freeze()  # what is imported is no garbage: to look through it takes half a second, amid a long step
     jobs: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     outbox = Outbox(seat)
@@ -140,7 +141,8 @@ def main(seat: Seat) -> None:
     sys.stdout, sys.stderr = streams
     plan = seat.device_plan
     num_ranks, device = len(plan.device_names), plan.device_names[seat.rank]
-    context = RankContext(seat.rank, num_ranks, device, plan, seat.board, outbox.report, seat.rendezvous)
+    board = RankBoard(seat.board_path, seat.rank)
+    context = RankContext(seat.rank, num_ranks, device, plan, board, outbox.report, seat.rendezvous)
     while True:
         kind, content = _run(context, jobs.get())
         for stream in streams:
@@ -156,47 +158,28 @@ def _listen(seat: Seat, jobs: queue.SimpleQueue[bytes], outbox: Outbox) -> None:
     try:
         while True:
             received = seat.pipe.recv_bytes()
-            if received == ASK_STACK:
-                outbox.send("stack", main_thread_stack())
-            else:
+            if received != ASK_STACK:
                 jobs.put(received)
+            elif sockets_are_closed():
+                outbox.send("failure", Failure(seat.rank, SOCKETS_CLOSED, main_thread_stack()))
+            else:
+                outbox.send("stack", main_thread_stack())
     except (EOFError, OSError):
         pass  # the driver closed the pipe, or died
     finally:
-        _leave(seat)
+        leave(seat)
 
 
-def _leave(seat: Seat) -> NoReturn:
+def leave(seat: Seat) -> NoReturn:
     """End the process, whatever its main thread hangs in, with its children and its set's folder."""
+    code = SOCKETS_CLOSED_CODE if sockets_are_closed() else 0
     try:
         for child in multiprocessing.active_children():
             child.kill()
+        kill_descendants()
         shutil.rmtree(seat.rendezvous, ignore_errors=True)
     finally:
-        os._exit(0)
-
-
-def _allow_children() -> None:
-    """Let a program start processes, as a DataLoader does: multiprocessing forbids that in daemons.
-
-    They end with this process. It kills them as it leaves; should it be killed itself, the kernel ends those
-    that it has forked (on Linux; elsewhere a DataLoader's own notice within 5 s).
-    """
-    mark_as_rank()
-    if sys.platform != "linux":
-        return
-    libc = ctypes.CDLL(None)
-    forking = [0]
-
-    def note_parent() -> None:
-        forking[0] = os.getpid()
-
-    def end_with_parent() -> None:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != forking[0]:  # it ended before the call
-            os._exit(0)
-
-    os.register_at_fork(before=note_parent, after_in_child=end_with_parent)
+        os._exit(code)
 
 
 def _run(context: RankContext, job: bytes) -> tuple[str, Any]:
@@ -212,7 +195,10 @@ def _run(context: RankContext, job: bytes) -> tuple[str, Any]:
             result = Refused.of(context.rank, refused)
         data = _pickle_result(context.rank, result)
     except BaseException as error:  # SystemExit too: a program that exits has not returned a result
-        return "failure", Failure.of_exception(context.rank, error)
+        failure = Failure.of_exception(context.rank, error)
+        if failure.is_consequence and sockets_are_closed():
+            failure = replace(failure, reason=SOCKETS_CLOSED, is_consequence=False)
+        return "failure", failure
     context.board.clear()
     return "result", data
 
@@ -253,6 +239,7 @@ def form_group(context: RankContext, store_path: str) -> None:
         world_size=context.num_ranks,
         timeout=GROUP_TIMEOUT,
     )
+    note_sockets()
 
 
 def run_program(context: RankContext, program: Callable[..., Any], args: tuple) -> tuple[Any, bool]:
@@ -273,3 +260,109 @@ def _group_fingerprint(context: RankContext) -> tuple | None:
     assert group is not None
     count = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
     return id(group), count, dist.distributed_c10d._world.group_count
+
+
+@dataclass(frozen=True)
+class ProfileJob:
+    """One micro-batch to profile layers on, and what the last one's loss needs."""
+
+    microbatch: Tree
+    target: Tree = None
+    loss_fn: LossFn | None = None
+    seed: int = 0
+
+
+def profile(
+    context: RankContext, layers: Sequence[Layer], names: Sequence[str], job: ProfileJob
+) -> Profile | None:
+    """A job: measure a model's layers one by one, on the first rank; the others leave it the machine."""
+    if context.rank > 0:
+        return None
+    objective = None if job.loss_fn is None else Objective(job.loss_fn, job.target, 1.0)
+    return profile_layers(layers, names, job.microbatch, _device(context), objective=objective, seed=job.seed)
+
+
+Request = tuple  # (build, key, spec), (step, key, job, ...): a function below, a pipeline's key, the rest
+
+
+def serve(context: RankContext, requests: Sequence[Request]) -> list[Any]:
+    """A job: what the driver asks of the pipelines here, one request after the other; the answers."""
+    return [function(context, *args) for function, *args in requests]
+
+
+def build(context: RankContext, key: str, spec: PipelineSpec) -> None:
+    """Keep a pipeline under `key` until it is dropped or the workers are replaced."""
+    context.state[key] = RankPipeline(
+        context.rank, spec, _device(context), context.board, _transport(context)
+    )
+
+
+def drop(context: RankContext, key: str) -> None:
+    context.state.pop(key, None)
+
+
+def step(
+    context: RankContext, key: str, job: StepJob, update: bool, strict: bool
+) -> tuple[RankResult, float, float]:
+    """One step; the rank's result, the loss of the whole batch and the norm of all gradients."""
+    pipeline: RankPipeline = context.state[key]
+    transport = _transport(context, strict)
+    transport.link_ms = 0.0 if job.pace is None else job.pace.link_ms
+    with recorded(job.profile, context.scratch) as recording:
+        if job.step.gradients:
+            result, loss, norm = pipeline.step(job, transport, update=update)
+        else:
+            (result, loss), norm = pipeline.evaluate(job, transport), 0.0
+    result.profile = recording.content
+    return result, loss, norm
+
+
+def measure(
+    context: RankContext, key: str, jobs: Sequence[StepJob], strict: bool
+) -> tuple[list[tuple[RankResult, float, float]], dict[str, torch.Tensor]]:
+    """Steps that each begin from the pipeline as it is now; and the gradients of the last."""
+    pipeline: RankPipeline = context.state[key]
+    start = pipeline.snapshot()
+    steps = []
+    for job in jobs:
+        pipeline.zero_grad()
+        start.restore()
+        steps.append(step(context, key, job, False, strict))
+    return steps, gradients(pipeline)
+
+
+def apply(context: RankContext, key: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Call `function(pipeline, *args)` with the pipeline kept under `key`."""
+    return function(context.state[key], *args)
+
+
+def save(context: RankContext, key: str, folder: str, steps: int) -> str:
+    """Write the state of training; the save within the folder."""
+    return str(save_state(context.state[key], _transport(context), folder, steps))
+
+
+def load(context: RankContext, key: str, folder: str) -> int | InputError:
+    """The steps behind the state, or why it does not fit: the pipeline then keeps what it has."""
+    try:
+        return load_state(context.state[key], _transport(context), folder)
+    except InputError as refused:
+        return refused
+
+
+def gradients(pipeline: RankPipeline) -> dict[str, torch.Tensor]:
+    """The gradients of the weights here, on the CPU."""
+    return pipeline.gradients.copies()
+
+
+def _device(context: RankContext) -> Device:
+    if "device" not in context.state:
+        context.state["device"] = open_device(context.device_plan, context.rank)
+    return context.state["device"]
+
+
+def _transport(context: RankContext, strict: bool = False) -> Transport:
+    """This rank's end of the engine's messages, made once for each process group."""
+    key = "strict transport" if strict else "transport"
+    if key not in context.groups:
+        context.groups[key] = open_transport(context.device_plan, _device(context), strict=strict)
+    return context.groups[key]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
 import pickle
 import shutil
+import socket
 import sys
 import tempfile
 import threading
@@ -17,30 +17,23 @@ from contextlib import contextmanager, suppress
 from multiprocessing import Pipe, util
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ..engine.device import DevicePlan
-from ..plan.errors import InputError
-from .board import ASK_STACK, Board, Watchdog
-from .failures import Failure, PipelineLost, RankFailed, RunStopped, describe
-from .pickling import dumps
-from .worker import may_have_labs
+from .board import ASK_STACK, SharedBoard, Watchdog
+from .failures import Failure, PipelineLost, RankFailed, Replies, RunStopped
+from .forkserver import hidden_main, start_forkserver
+from .pickling import pack_jobs
+from .processes import kill_group
+from .worker import Seat, form_group, join, main
 
-if TYPE_CHECKING:
-    from multiprocessing.context import ForkServerContext, SpawnContext
-
-
-PRELOAD = "gpipe_lab.lab.preload"
-SCRATCH_VARIABLE = "GPIPE_LAB_SCRATCH"
 STACK_WAIT_S = 1.0
 GRACE_S = 0.5  # from the end of its pipe to SIGKILL
-
-_starting = threading.RLock()  # the main module and the environment are changed while a process starts
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 class Message(NamedTuple):
-    """What a rank says: "result", "failure", "output", "message", or "death" with its exit code."""
+    """What a rank says: "result", "failure", "output", "message", "stack", or "death" with its exit code."""
 
     rank: int
     kind: str
@@ -56,8 +49,8 @@ class Workers:
     def __init__(self, device_plan: DevicePlan) -> None:
         self._device_plan = device_plan
         self._context = start_forkserver()
-        self.board = Board(self.num_ranks, self._context)
         self.rendezvous = tempfile.mkdtemp(prefix="rendezvous-", dir=util.get_temp_dir())
+        self.board = SharedBoard(self.rendezvous, self.num_ranks)
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
         self.end = weakref.finalize(self, _end, self._pipes, self._processes, self.rendezvous, os.getpid())
@@ -73,15 +66,12 @@ class Workers:
             self._start(rank)
 
     def _start(self, rank: int) -> None:
-        # Imported here because it brings torch, which the forkserver is importing in the meantime.
-        from .worker import Seat, main
-
         ours, theirs = self._context.Pipe()
         self._pipes.append(ours)  # first, so that an interrupt leaves no process out of reach
         environment = _environment(rank, self.num_ranks)
-        seat = Seat(rank, self._device_plan, self.board.of_rank(rank), theirs, environment, self.rendezvous)
+        seat = Seat(rank, self._device_plan, self.board.path, theirs, environment, self.rendezvous)
         process = self._context.Process(target=main, args=(seat,), name=f"rank {rank}", daemon=True)
-        with _hidden_main():
+        with hidden_main():
             process.start()
         theirs.close()
         self._processes.append(process)
@@ -95,8 +85,11 @@ class Workers:
         with suppress(OSError):
             self._pipes[rank].send_bytes(job)
 
-    def stack_of(self, rank: int) -> str:
-        """Where a rank's main thread is; asked of its listening thread, which a busy C call may hold up."""
+    def stack_of(self, rank: int) -> str | None:
+        """Where a rank's main thread is, asked of its listening thread; None where nothing answers.
+
+        A busy C call may hold that up, and a frozen process never answers.
+        """
         self.send(rank, ASK_STACK)
         deadline = time.monotonic() + STACK_WAIT_S
         while self._pipes[rank].poll(max(0.0, deadline - time.monotonic())):
@@ -105,7 +98,7 @@ class Workers:
                 return str(message.content)
             if message.kind == "death":
                 break
-        return "(no stack: the rank does not answer)"
+        return None
 
     def receive(self, also: Connection, timeout: float | None) -> list[Message]:
         """Wait until a rank speaks or dies, `also` can be read, or `timeout` seconds have passed."""
@@ -147,6 +140,8 @@ def _end(pipes: list[Connection], processes: list[BaseProcess], rendezvous: str,
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
     for process in processes:
+        if process.exitcode != 0 and process.pid is not None:  # it could not end what it had started
+            kill_group(process.pid)
         if process.exitcode is None:
             process.kill()
             process.join()
@@ -154,90 +149,28 @@ def _end(pipes: list[Connection], processes: list[BaseProcess], rendezvous: str,
     shutil.rmtree(rendezvous, ignore_errors=True)
 
 
-def start_forkserver() -> ForkServerContext | SpawnContext:
-    """The context that workers start from; its forkserver begins to import torch in the background.
-
-    Where a platform has no forkserver, workers are spawned, which is slower and otherwise the same.
-    """
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    from multiprocessing import forkserver
-
-    context = multiprocessing.get_context("forkserver")
-    if not may_have_labs():  # a rank may touch gl.Lab
-        return context
-    changes = {
-        SCRATCH_VARIABLE: _own_temp_dir(),
-        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-        "PYTHONSAFEPATH": "1",  # or a file in the working folder could stand in for a module of the same name
-        # Before Python 3.12 a forkserver does not get sys.path.
-        "PYTHONPATH": os.pathsep.join(filter(None, [_package_root(), os.environ.get("PYTHONPATH")])),
-    }
-    with _hidden_main(), _changed_environment(changes):
-        context.set_forkserver_preload([PRELOAD])
-        forkserver.ensure_running()
-    return context
-
-
-_temp_dir_owner: int | None = None
-
-
-def _own_temp_dir() -> str:
-    """multiprocessing's folder of this process, for the forkserver to remove in the end.
-
-    A process that multiprocessing itself has made is given its parent's, which the parent still needs.
-    """
-    global _temp_dir_owner
-    if _temp_dir_owner != os.getpid():
-        if multiprocessing.parent_process() is not None:
-            vars(multiprocessing.current_process())["_config"].pop("tempdir", None)
-        _temp_dir_owner = os.getpid()
-    return util.get_temp_dir()
-
-
-def _package_root() -> str:
-    return str(Path(__file__).resolve().parents[2])
-
-
 def _environment(rank: int, num_ranks: int) -> dict[str, str]:
     """The driver's environment as it is now, with what a rank needs; nothing listens off loopback."""
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
     defaults = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     ours = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
-    return {**defaults, **os.environ, **ours, "GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
+    interfaces = {"GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": LOOPBACK}
+    return {**defaults, **os.environ, **ours, **interfaces}
 
 
-@contextmanager
-def _hidden_main() -> Iterator[None]:
-    """Keep multiprocessing from importing the user's script again in its children."""
-    main: dict[str, Any] = vars(sys.modules["__main__"])
-    with _starting:
-        hidden: dict[str, Any] = {name: main[name] for name in ("__file__", "__spec__") if name in main}
-        main.pop("__file__", None)
-        main["__spec__"] = None
-        try:
-            yield
-        finally:
-            main.pop("__spec__")
-            main.update(hidden)
+def require_loopback() -> None:
+    """Raise `RuntimeError` where the loopback interface, over which ranks meet, does not work."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=1.0).close()
+    except OSError as error:
+        raise RuntimeError(
+            "rule:   the ranks of a lab exchange messages over the loopback interface of this machine\n"
+            f"got:    {LOOPBACK} (127.0.0.1) is not reachable: {error}\n"
+            "where:  Lab\n"
+            f"remedy: bring it up, as root: ip link set {LOOPBACK} up"
+        ) from error
 
 
-@contextmanager
-def _changed_environment(changes: dict[str, str]) -> Iterator[None]:
-    with _starting:
-        before = {name: os.environ.get(name) for name in changes}
-        os.environ.update(changes)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
-
-
-CAUSE_WAIT_S = 1.0  # a rank that lost its peer waits this long to be explained by the peer's own failure
 RENEW_LIMIT_S = 2.0
 
 OnMessage = Callable[[int, Any], None]  # rank, what the rank reported
@@ -292,7 +225,7 @@ class WorkerPool:
         `TimeoutError` after `timeout` seconds, `InputError` for a function or arguments that cannot be
         pickled, and `PipelineLost` where `generation` is given and the workers are of a later one.
         """
-        jobs = _pack_jobs(function, args_by_rank)
+        jobs = pack_jobs(function, args_by_rank)
         with self._stoppable():
             workers = self._ready_workers()
             if generation is not None and generation != self.generation:
@@ -344,8 +277,6 @@ class WorkerPool:
 
     def _ready_workers(self) -> Workers:
         """The workers, in a process group that nobody has used: started or renewed where need be."""
-        from .worker import form_group, join
-
         workers = self._workers
         if workers is not None and workers.intact() and self._group_is_used:
             try:
@@ -354,6 +285,7 @@ class WorkerPool:
                 self.close()
         if workers is None or self._workers is None or not workers.intact():
             self.close()
+            require_loopback()
             self._workers = workers = Workers(self.device_plan)
             workers.start()
             self._form(workers, join, None)
@@ -361,7 +293,7 @@ class WorkerPool:
 
     def _form(self, workers: Workers, job: Callable[..., None], timeout: float | None) -> None:
         path = os.path.join(workers.rendezvous, f"group{next(_serial)}")
-        self._run(workers, _pack_jobs(job, [(path,)] * self.num_ranks), timeout=timeout)
+        self._run(workers, pack_jobs(job, [(path,)] * self.num_ranks), timeout=timeout)
         self._group_is_used = False
 
     def _run(
@@ -380,71 +312,38 @@ class WorkerPool:
             workers.send(rank, job)
         while not replies.complete():
             for message in workers.receive(self._stop_reader, _sooner(replies, watchdog)):
-                if message.kind == "output":
-                    on_output(message.rank, *message.content)
-                elif message.kind == "message":
-                    if on_message is not None:
-                        on_message(message.rank, pickle.loads(message.content))
-                else:
-                    replies.add(message)
+                match message.kind:
+                    case "output":
+                        on_output(message.rank, *message.content)
+                    case "message":
+                        if on_message is not None:
+                            on_message(message.rank, pickle.loads(message.content))
+                    case "result":
+                        replies.add_result(message.rank, message.content)
+                    case "failure":
+                        replies.add_failure(message.content)
+                        for rank in replies.missing:  # whether one of them is its cause
+                            workers.send(rank, ASK_STACK)
+                    case "death":
+                        replies.add_failure(Failure.of_death(message.rank, message.content))
             if self._stop_reader.poll():
                 raise RunStopped("the run was stopped; the next one starts on fresh workers")
-            blamed = watchdog.blamed(replies.missing)
-            if blamed is not None:
+            if suspects := watchdog.suspects(replies.missing):
                 reason = f"it hangs: no rank has moved for {watchdog_s:g} s"
-                raise RankFailed(blamed, workers.board.read(blamed), reason, workers.stack_of(blamed))
+                raise _hanging(workers, suspects, reason)
         return replies
 
 
-class Replies:
-    """The replies to one call, and which rank to blame where one fails."""
-
-    def __init__(self, num_ranks: int, board: Board, timeout: float | None) -> None:
-        self._board = board
-        self.missing = set(range(num_ranks))
-        self._results: dict[int, bytes] = {}
-        self._deadline = None if timeout is None else time.monotonic() + timeout
-        self._consequence: Failure | None = None  # the first one
-        self._blame_by: float | None = None
-
-    def add(self, message: Message) -> None:
-        """Take a reply; raises `RankFailed` for a failure that cannot be the consequence of another."""
-        self.missing.discard(message.rank)
-        if message.kind == "result":
-            self._results[message.rank] = message.content
-            return
-        died = message.kind == "death"
-        failure = Failure.of_death(message.rank, message.content) if died else message.content
-        if not failure.is_consequence:
-            raise self._error(failure)
-        if self._consequence is None:
-            self._consequence = failure
-            self._blame_by = time.monotonic() + CAUSE_WAIT_S
-
-    def complete(self) -> bool:
-        """Whether every rank has its result; raises once there is no more to wait for."""
-        now = time.monotonic()
-        if self._consequence and (not self.missing or now > (self._blame_by or now)):
-            raise self._error(self._consequence)
-        if self.missing and self._deadline is not None and now > self._deadline:
-            late = ", ".join(map(self._whereabouts, sorted(self.missing)))
-            raise TimeoutError(f"not finished in time: {late}; the next call starts on fresh workers")
-        return not self.missing
-
-    def patience(self) -> float | None:
-        """Seconds until `complete` must be asked again; None for as long as it takes."""
-        ends = [end for end in (self._deadline, self._blame_by) if end is not None]
-        return max(0.0, min(ends) - time.monotonic()) if ends else None
-
-    def by_rank(self) -> list[Any]:
-        return [_unpickle_result(rank, self._results[rank]) for rank in sorted(self._results)]
-
-    def _error(self, failure: Failure) -> RankFailed:
-        return failure.error(self._board.read(failure.rank))
-
-    def _whereabouts(self, rank: int) -> str:
-        op = self._board.read(rank)
-        return f"rank {rank} in {describe(op)}" if op else f"rank {rank}"
+def _hanging(workers: Workers, suspects: list[int], reason: str) -> RankFailed:
+    """The first of the suspects that does not even answer, else the first."""
+    stacks = {}
+    for rank in suspects:
+        stacks[rank] = workers.stack_of(rank)
+        if stacks[rank] is None:
+            break
+    blamed = rank if stacks[rank] is None else suspects[0]
+    told = stacks[blamed] or "(no stack: the rank does not answer)"
+    return RankFailed(blamed, workers.board.read(blamed), reason, told)
 
 
 def _sooner(*watched: Replies | Watchdog) -> float | None:
@@ -453,44 +352,3 @@ def _sooner(*watched: Replies | Watchdog) -> float | None:
 
 
 _serial = itertools.count()
-
-
-def _pack_jobs(function: Callable[..., Any], args_by_rank: Sequence[tuple]) -> list[bytes]:
-    """A job for every rank; ranks with the very same arguments share one."""
-    torch = sys.modules.get("torch")  # where the driver has not imported it, its default dtype is torch's own
-    dtype = torch.get_default_dtype() if torch else None
-    packed: dict[tuple[int, ...], bytes] = {}
-    jobs = []
-    for rank, args in enumerate(args_by_rank):
-        key = tuple(map(id, args))
-        if key not in packed:
-            packed[key] = pickle.dumps((_cwd(), sys.path, dtype, _pickle_job(rank, function, args)))
-        jobs.append(packed[key])
-    return jobs
-
-
-def _cwd() -> str | None:
-    try:
-        return os.getcwd()
-    except OSError:  # a folder that has been removed
-        return None
-
-
-def _unpickle_result(rank: int, data: bytes) -> Any:
-    try:
-        return pickle.loads(data)
-    except Exception as error:
-        raise RuntimeError(f"the result of rank {rank} cannot be unpickled here: {error}") from error
-
-
-def _pickle_job(rank: int, function: Callable[..., Any], args: tuple) -> bytes:
-    try:
-        return dumps((function, args))
-    except Exception as error:
-        raise InputError(
-            "a function and its arguments travel to the workers by pickling",
-            got=f"{type(error).__name__}: {error}",
-            where=f"the job of rank {rank}, {getattr(function, '__name__', function)}",
-            remedy="make what cannot be pickled (files, locks) inside the function; "
-            "for a model give functions that build its layers: [lambda: Layer(4), ...]",
-        ) from error

@@ -17,8 +17,10 @@ from ..engine.rank_pipeline import RankPipeline
 from ..engine.saving import load_state, save_state, saves
 from ..engine.stage import StepContext
 from ..engine.transport import Transport
+from ..lab.model import cut, rank_specs
+from ..lab.options import ModelOptions, StepOptions
 from ..lab.run import assemble
-from ..lab.step import Plan, cut, plan_step, read_spec
+from ..lab.step import PreparedStep, prepare_step
 from ..plan.schedules import replicate
 from .clock import measure_offset
 from .config import TrainConfig
@@ -55,12 +57,7 @@ class Trainer:
         )
         stages = cut(layers, self.schedule.num_stages)
         self.layers_per_stage = [len(stage.layers) for stage in stages]
-        specs = read_spec(
-            stages,
-            self.schedule.stage_to_rank,
-            transport.num_ranks,
-            seed=training.seed,
-            limit_bytes=None,
+        options = ModelOptions(
             loss_fn=next_token_loss,
             optimizer=functools.partial(
                 torch.optim.AdamW, lr=training.learning_rate, weight_decay=training.weight_decay
@@ -70,8 +67,9 @@ class Trainer:
             ),
             max_norm=training.max_norm,
             num_replicas=layout.num_replicas,
+            seed=training.seed,
         )
-        spec = specs[transport.rank]
+        spec = rank_specs(stages, self.schedule.stage_to_rank, transport.num_ranks, options)[transport.rank]
         self.pipeline = RankPipeline(transport.rank, spec, transport.device, board, transport)
         self.loss = read_loss(next_token_loss)
 
@@ -108,22 +106,22 @@ class Trainer:
             self.write_trace(clock.shift(result), plan, clock.error_ms, loss)
         return loss, norm
 
-    def plan(self, step: int) -> Plan:
+    def plan(self, step: int) -> PreparedStep:
         """A step's jobs; every rank works out the same ones from the same text."""
         training, layout = self.config.training, self.config.pipeline
         inputs, targets = batch(
             self.text, step, rows=training.rows, length=self.config.model.length, seed=training.seed
         )
         autocast = torch.bfloat16 if training.precision == "bfloat16" else None
-        return plan_step(
+        return prepare_step(
             self.schedule,
+            inputs,
+            targets,
             num_ranks=self.transport.num_ranks,
             layers_per_stage=self.layers_per_stage,
-            inputs=inputs,
-            targets=targets,
             loss=self.loss,
-            checkpoint=layout.checkpoint,
-            step=StepContext(seed=training.seed, step=step, autocast=autocast),
+            context=StepContext(seed=training.seed, step=step, autocast=autocast),
+            options=StepOptions(checkpoint=layout.checkpoint),
         )
 
     def resume(self) -> int:
@@ -141,7 +139,7 @@ class Trainer:
         )
         return load_state(self.pipeline, self.transport, folder) if found else 0
 
-    def write_trace(self, result: RankResult, plan: Plan, error_ms: float, loss: float) -> None:
+    def write_trace(self, result: RankResult, plan: PreparedStep, error_ms: float, loss: float) -> None:
         """Put all ranks' measurements together, on rank 0's clock, for Perfetto."""
         found = self.transport.gather((result, error_ms))
         if self.transport.rank > 0:

@@ -9,7 +9,6 @@ from torch import nn
 
 import gpipe_lab as gl
 from gpipe_lab.engine import device
-from gpipe_lab.lab import jobs
 from tests.comparing import distance, whole_batch
 from tests.pairwise import pairwise
 
@@ -72,7 +71,7 @@ def test_every_rank_knows_the_loss(lab_of, monkeypatch):
 
     def note(function, args, **options):
         found = call(function, args, **options)
-        replies.extend(found if function is jobs.step else [])
+        replies.extend(step for (step,) in found)
         return found
 
     monkeypatch.setattr(lab, "call", note)

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 HEAD = """
 import os, sys, time
-from gpipe_lab.lab.workers import start_forkserver
+from gpipe_lab.lab.forkserver import start_forkserver
 start_forkserver()  # sooner than a lab would, to save time
 from gpipe_lab.lab.failures import RunStopped
 from gpipe_lab.lab.lab import Lab

@@ -12,7 +12,7 @@ from torch import nn
 import gpipe_lab as gl
 from gpipe_lab.engine.device import CpuDevice
 from gpipe_lab.engine.layer_state import init_seed
-from gpipe_lab.lab.step import cut
+from gpipe_lab.lab.model import cut
 from tests.layers import OwnFunction
 
 M = 4

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from gpipe_lab.engine.messages import PeerLost
-from gpipe_lab.lab import workers
-from gpipe_lab.lab.board import Board
+from gpipe_lab.lab import forkserver, workers
+from gpipe_lab.lab.board import RankBoard, SharedBoard
 from gpipe_lab.lab.failures import Failure, PipelineLost, RankFailed, RunStopped, describe
 from gpipe_lab.lab.lab import Lab
 from gpipe_lab.plan.errors import InputError
@@ -124,7 +124,7 @@ def test_the_forkserver_has_one_thread_and_no_gpu(lab):
     """A fork of a process with threads may hang, and one of a process with CUDA running cannot use it."""
 
     def look(context):
-        return os.getppid(), torch.cuda.is_initialized(), "gpipe_lab.lab.jobs" in sys.modules
+        return os.getppid(), torch.cuda.is_initialized(), "gpipe_lab.lab.worker" in sys.modules
 
     ((forkserver, has_cuda, has_jobs),) = set(lab.call(look, everywhere(lab)))
     assert psutil.Process(forkserver).num_threads() == 1
@@ -133,7 +133,7 @@ def test_the_forkserver_has_one_thread_and_no_gpu(lab):
 
 
 def test_spawn_serves_where_there_is_no_forkserver(monkeypatch):
-    monkeypatch.setattr(workers.multiprocessing, "get_all_start_methods", lambda: ["spawn"])
+    monkeypatch.setattr(forkserver.multiprocessing, "get_all_start_methods", lambda: ["spawn"])
     with Lab(2, device="cpu") as lab:
         assert lab.call(lambda context: context.rank, everywhere(lab)) == [0, 1]
 
@@ -322,9 +322,9 @@ def test_an_op_is_described():
     assert str(Failure.of_death(1, -11).error(None)) == "rank 1 died (killed by SIGSEGV)"
 
 
-def test_every_op_fits_on_the_board():
-    board = Board(2, workers.start_forkserver())
-    mine = board.of_rank(1)
+def test_every_op_fits_on_the_board(tmp_path):
+    board = SharedBoard(tmp_path, 2)
+    mine = RankBoard(board.path, 1)
     for kind in Kind:
         for op in (Op(kind, 0, 0), Op(kind, 65535, 2**24 - 1, 2**15 - 1)):
             mine.mark(op)

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from gpipe_lab.engine.loopback import World
-from gpipe_lab.engine.loss import read_loss
 from gpipe_lab.engine.rank_pipeline import RankPipeline
 from gpipe_lab.engine.stage import StepContext
+from gpipe_lab.lab.model import cut, rank_specs
+from gpipe_lab.lab.options import ModelOptions, StepOptions
 from gpipe_lab.lab.run import Run, assemble
-from gpipe_lab.lab.step import cut, plan_step, read_spec
+from gpipe_lab.lab.step import prepare_step
 from gpipe_lab.plan.schedules import replicate
 
 
@@ -57,35 +58,29 @@ def run(
     schedule = replicate(schedule, num_replicas)
     stages = cut(model, schedule.num_stages, partition)
     trains = schedule.trains
-    loss = read_loss(loss_fn) if targets is not None else None
-    plan = plan_step(
+    options = ModelOptions(
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        max_norm=max_norm,
+        ties=ties,
+        num_replicas=num_replicas,
+        seed=layer_seed,
+    )
+    plan = prepare_step(
         schedule,
+        inputs,
+        targets,
         num_ranks=schedule.num_ranks,
         layers_per_stage=[len(stage.layers) for stage in stages],
-        inputs=inputs,
-        targets=targets,
-        loss=loss,
-        checkpoint=checkpoint,
-        pace=pace,
-        hoist=hoist,
-        step=StepContext(seed=layer_seed, training=trains, gradients=trains, autocast=autocast),
+        loss=options.loss_rule() if targets is not None else None,
+        context=StepContext(seed=layer_seed, training=trains, gradients=trains, autocast=autocast),
+        options=StepOptions(checkpoint=checkpoint, pace=pace, hoist=hoist),
     )
     jobs = plan.jobs
     if lowered is not None:
         change = {"schedule": lowered(jobs[0].schedule), "first_schedule": lowered(jobs[0].first_schedule)}
         jobs = tuple(_replace(job, change) for job in jobs)
-    specs = read_spec(
-        stages,
-        schedule.stage_to_rank,
-        schedule.num_ranks,
-        seed=layer_seed,
-        limit_bytes=None,
-        ties=ties,
-        loss_fn=loss_fn,
-        optimizer=optimizer,
-        max_norm=max_norm,
-        num_replicas=num_replicas,
-    )
+    specs = rank_specs(stages, schedule.stage_to_rank, schedule.num_ranks, options)
     world = World(schedule.num_ranks, seed=seed, may_wait=may_wait or pace is not None)
 
     def program(transport):

@@ -1,5 +1,6 @@
 """Bad input is refused with its rule, what was given, where, and a remedy, before a process starts."""
 
+import inspect
 import math
 import warnings
 from collections import UserDict, deque
@@ -15,23 +16,26 @@ from torch import nn
 import gpipe_lab as gl
 from gpipe_lab.engine.loss import read_loss
 from gpipe_lab.engine.stage import StepContext
-from gpipe_lab.lab.step import cut, plan_step
+from gpipe_lab.lab.model import cut
+from gpipe_lab.lab.options import ModelOptions, StepOptions
+from gpipe_lab.lab.step import prepare_step
 from gpipe_lab.plan.units import format_bytes, parse_bytes
 
 X = torch.randn(8, 4)
 LAYERS = [nn.Linear(4, 4) for _ in range(4)]
 
 
-def prepare(schedule, **changed):
-    options = {
-        "num_ranks": 4,
-        "layers_per_stage": [1] * 4,
-        "inputs": X,
-        "targets": X,
-        "loss": read_loss(F.mse_loss),
-        "step": StepContext(),
-    }
-    return plan_step(schedule, **(options | changed))
+def prepare(schedule, *, inputs=X, targets=X, loss_fn=F.mse_loss, **options):
+    return prepare_step(
+        schedule,
+        inputs,
+        targets,
+        num_ranks=4,
+        layers_per_stage=[1] * 4,
+        loss=ModelOptions(loss_fn=loss_fn).loss_rule(),
+        context=StepContext(),
+        options=StepOptions(**options),
+    )
 
 
 def test_what_is_right_is_accepted():
@@ -128,7 +132,7 @@ BAD = {
     "inputs that disagree": lambda: prepare(gl.gpipe(4, 4), inputs=(X, X[:5])),
     "inputs without rows": lambda: prepare(gl.gpipe(4, 4), inputs=3),
     "training without targets": lambda: prepare(gl.gpipe(4, 4), targets=None),
-    "training without a loss": lambda: prepare(gl.gpipe(4, 4), loss=None),
+    "training without a loss": lambda: prepare(gl.gpipe(4, 4), loss_fn=None),
     "loss that is no function": lambda: read_loss("mse"),
     "loss not reduced": lambda: read_loss(nn.MSELoss(reduction="none")),
     "unknown reduction": lambda: read_loss(F.mse_loss, loss_reduction="median"),
@@ -175,6 +179,10 @@ BAD = {
     "partition that drops a layer": lambda: cut(LAYERS, 2, [1, 2]),
     "partition with an empty stage": lambda: cut(LAYERS, 2, [4, 0]),
     "unknown partition": lambda: cut(LAYERS, 2, "best"),
+    "float16 under autocast": lambda: ModelOptions(autocast=torch.float16),
+    "a scheduler alone": lambda: ModelOptions(scheduler=torch.optim.lr_scheduler.StepLR),
+    "no replicas": lambda: ModelOptions(num_replicas=0),
+    "a norm of nothing": lambda: ModelOptions(max_norm=0),
     "no ranks": lambda: gl.Lab(0),
     "unknown device": lambda: gl.Lab(2, device="tpu"),
     "memory limit without a unit": lambda: gl.Lab(2, memory_limit="64"),
@@ -191,6 +199,24 @@ def test_bad_input_is_refused_with_a_rule(bad):
     text = str(caught.value)
     assert text.startswith("rule:") and "got:" in text
     assert caught.value.rule and caught.value.got is not None
+
+
+def test_options_are_keywords_of_the_functions_that_take_them():
+    shown = inspect.signature(gl.Lab.run).parameters
+    assert list(shown)[:5] == ["self", "schedule", "model", "inputs", "targets"]
+    assert {"warmup", "loss_fn", "checkpoint", "num_replicas", "strict"} < set(shown)
+    assert not {"options", "optimizer", "stage_to_rank"} & set(shown), "a run keeps nothing, nor learns"
+    assert shown["checkpoint"].default == "never" and shown["checkpoint"].kind.name == "KEYWORD_ONLY"
+    assert {"optimizer", "stage_to_rank"} < set(inspect.signature(gl.Lab.pipeline).parameters)
+    for name, parameter in shown.items():
+        assert parameter.kind.name != "KEYWORD_ONLY" or f"{name}" in gl.Lab.run.__doc__
+
+
+def test_a_misspelt_option_is_refused_before_anything_runs():
+    with pytest.raises(TypeError, match="'chekpoint'; did you mean 'checkpoint'"):
+        gl.Lab.run(None, gl.gpipe(4, 4), LAYERS, X, X, chekpoint="always")
+    with pytest.raises(TypeError, match="'optimizer'"):
+        gl.Lab.run(None, gl.gpipe(4, 4), LAYERS, X, X, optimizer=torch.optim.SGD)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
