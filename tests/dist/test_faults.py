@@ -139,29 +139,6 @@ def test_the_original_error_is_the_cause(lab):
     assert "in fail" in str(caught.value)  # the rank's own traceback
 
 
-class Shrinks(nn.Module):
-    """An output whose shape hangs on the data: the other end cannot prepare for it."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.linear(x)[:, : 2 + int(x[0, 0])]
-
-
-class AnyWidth(nn.Module):
-    def forward(self, x):
-        return x.sum(1, keepdim=True).expand(-1, 4)
-
-
-def test_a_message_that_is_not_what_was_agreed_is_compared_field_by_field(lab):
-    x, y = make_batch(2)
-    model = [Shrinks(), AnyWidth(), nn.Linear(4, 4)]
-    with pytest.raises(gl.RankFailed, match=r"tensor 0, shape: \(2, 3\) instead of \(2, 2\)"):
-        lab.run(gl.gpipe(3, 2), model, x, y, loss_fn=F.mse_loss, warmup=False)
-
-
 def test_a_loss_that_is_not_one_number_is_refused(lab):
     x, y = make_batch()
     with pytest.raises(gl.RankFailed, match="a loss is one number"):
