@@ -19,7 +19,7 @@ from ..plan.schedule import Schedule, dependencies, send_of
 from ..plan.trace import COMPUTE_LANE, Event
 from .batch import Tree, tensors
 from .device import Device, now_ms
-from .gradients import GradientBook
+from .gradients import GradientAccumulator
 from .ledger import Ledger
 from .mailbox import Agreements, Board, Mailbox, Tracer, Value
 from .pace import Pace
@@ -84,7 +84,7 @@ class Executor:
         device: Device,
         ledger: Ledger,
         board: Board,
-        gradients: GradientBook,
+        gradients: GradientAccumulator,
         loss_fn: Callable[[Any, Any], torch.Tensor] | None,
     ) -> None:
         self.rank = rank

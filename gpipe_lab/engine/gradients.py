@@ -13,7 +13,7 @@ from .ledger import Ledger
 from .transport import Ranks, Transport
 
 
-class GradientBook:
+class GradientAccumulator:
     """Lets each step accumulate apart and adds it to `.grad` once.
 
     Two steps without zeroing so give exactly twice one, whatever the number of micro-batches. Gradients of
@@ -190,7 +190,7 @@ def first_name(name: str, ties: Iterable[tuple[str, ...]]) -> str:
     return next((names[0] for names in ties if name in names), name)
 
 
-def join_locally(ties: Iterable[Tie], rank: int, layers: Mapping[str, nn.Module]) -> None:
+def tie_locally(ties: Iterable[Tie], rank: int, layers: Mapping[str, nn.Module]) -> None:
     """Make the layers of one rank use one parameter where they are tied.
 
     layers: whole-model layer names to modules. Raises `InputError` for a name that no layer here has.
@@ -228,8 +228,8 @@ def _find(name: str, layers: Mapping[str, nn.Module]) -> tuple[nn.Module, str, n
     return module, attribute, parameter
 
 
-class Tied:
-    """The ties of one rank's pipeline that go over several ranks; `borrowed` as in `GradientBook`."""
+class TiedWeights:
+    """The ties of one rank's pipeline that go over several ranks; `borrowed` as in `GradientAccumulator`."""
 
     def __init__(self, ties: Iterable[Tie], rank: int, layers: Mapping[str, nn.Module]) -> None:
         self._ties = [tie for tie in ties if len(tie.holders) > 1]
@@ -238,7 +238,7 @@ class Tied:
         }
         self.borrowed = {id(p) for tie, p in self._parameters.items() if tie.owner != rank}
 
-    def spread_values(self, transport: Transport) -> None:
+    def broadcast(self, transport: Transport) -> None:
         """Give every holder the owner's value. All ranks of the pipeline call this."""
         for tie in self._ties:
             transport.open_group(tie.holders)
@@ -247,7 +247,7 @@ class Tied:
                 _require_alike(tie, value, transport)
                 transport.broadcast(value, tie.owner, tie.holders)
 
-    def all_reduce(self, gradients: GradientBook, transport: Transport) -> dict[Ranks, int]:
+    def all_reduce(self, gradients: GradientAccumulator, transport: Transport) -> dict[Ranks, int]:
         """Sum the gradients of all uses, on every holder; the bytes summed here, by holders.
 
         All ranks of the pipeline call this.

@@ -15,7 +15,7 @@ from ..plan.ops import Kind, Op
 from ..plan.trace import COMM_LANE, COMPUTE_LANE, Event
 from .device import Device
 from .executor import Executor, RankResult, StepJob
-from .gradients import GradientBook, Tie, Tied, data_groups, first_name, join_locally
+from .gradients import GradientAccumulator, Tie, TiedWeights, data_groups, first_name, tie_locally
 from .layer_state import LayerState, init_seed, named_generators
 from .ledger import Ledger
 from .loss import LossFn
@@ -84,12 +84,14 @@ class RankPipeline:
         self.stages = {s.index: self._build(s) for s in spec.stages}
         self.names = {s.index: s.names for s in spec.stages}
         layers = dict(self._layers())
-        join_locally(spec.ties, rank, layers)
-        self.tied = Tied(spec.ties, rank, layers)
-        self.tied.spread_values(transport)
+        tie_locally(spec.ties, rank, layers)
+        self.tied = TiedWeights(spec.ties, rank, layers)
+        self.tied.broadcast(transport)
         self.parameters = _once(dict(self._named(lambda layer: layer.named_parameters())))
         copies = set(map(id, self.parameters.values())) if spec.replica > 0 else set()
-        self.gradients = GradientBook(self.parameters, self.ledger, borrowed=self.tied.borrowed | copies)
+        self.gradients = GradientAccumulator(
+            self.parameters, self.ledger, borrowed=self.tied.borrowed | copies
+        )
         loss_fn = (
             spec.loss_fn.to(device.torch_device) if isinstance(spec.loss_fn, nn.Module) else spec.loss_fn
         )
