@@ -82,10 +82,11 @@ class RankPipeline:
         device.limit_memory(spec.limit_bytes)
         self.shared_objects: list[SharedObjects] = []
         self.stages = {s.index: self._build(s) for s in spec.stages}
-        self.names = {s.index: s.names for s in spec.stages}
-        layers = dict(self._layers())
-        tie_locally(spec.ties, rank, layers)
-        self.tied = TiedWeights(spec.ties, rank, layers)
+        self.layers: dict[str, nn.Module] = {}  # by whole-model name
+        for stage in spec.stages:
+            self.layers |= zip(stage.names, self.stages[stage.index].layers, strict=True)
+        tie_locally(spec.ties, rank, self.layers)
+        self.tied = TiedWeights(spec.ties, rank, self.layers)
         self.tied.broadcast(transport)
         self.parameters = _once(dict(self._named(lambda layer: layer.named_parameters())))
         copies = set(map(id, self.parameters.values())) if spec.replica > 0 else set()
@@ -126,13 +127,8 @@ class RankPipeline:
 
     def _named(self, of: Callable[[nn.Module], Iterable[tuple[str, Any]]]) -> Iterable[tuple[str, Any]]:
         """Everything `of` yields for the layers here, under whole-model names."""
-        for prefix, layer in self._layers():
+        for prefix, layer in self.layers.items():
             yield from ((f"{prefix}.{name}", value) for name, value in of(layer))
-
-    def _layers(self) -> Iterable[tuple[str, nn.Module]]:
-        """The layers here under their whole-model names."""
-        for index, stage in self.stages.items():
-            yield from zip(self.names[index], stage.layers, strict=True)
 
     def step(self, job: StepJob, transport: Transport, *, update: bool) -> tuple[RankResult, float, float]:
         """One training step; the result, the loss of the whole batch and the norm of all gradients.
@@ -243,7 +239,7 @@ class RankPipeline:
 
     def snapshot(self) -> LayerState:
         """What all layers here have beside their parameters, as it is now."""
-        return LayerState(module for _, layer in self._layers() for module in layer.modules())
+        return LayerState(module for layer in self.layers.values() for module in layer.modules())
 
     def zero_grad(self) -> None:
         self.gradients.zero()
@@ -281,7 +277,7 @@ class RankPipeline:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the entries that belong to the stages here; raises `RuntimeError` where one is missing."""
-        for prefix, layer in self._layers():
+        for prefix, layer in self.layers.items():
             start = f"{prefix}."
             layer.load_state_dict({k[len(start) :]: v for k, v in state.items() if k.startswith(start)})
 
