@@ -29,7 +29,7 @@ from .worker import ProfileJob, profile, run_program
 from .workers import OnMessage, OnOutput, WorkerPool, print_tagged
 
 WATCHDOG_S = 120.0
-OF_A_PIPELINE = ("optimizer", "scheduler", "scheduler_per", "max_norm", "stage_to_rank", "outputs")
+OF_A_PIPELINE = ("optimizer", "scheduler", "scheduler_per", "max_norm", "stage_to_rank")
 
 
 class Lab:

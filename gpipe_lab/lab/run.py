@@ -110,7 +110,7 @@ class Run:
             "a training step leaves the model's outputs on the workers unless it is asked for them",
             got="a step without outputs=True",
             where="run.outputs",
-            remedy="pipe.step(schedule, inputs, targets, outputs=True)",
+            remedy="outputs=True in lab.run or pipe.step",
         )
         return merge([self._outputs[m] for m in sorted(self._outputs)])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -43,18 +44,11 @@ class Trainer:
             where="--config",
             remedy="the same file and the same Python on all hosts",
         )
-        model, training, layout = config.model, config.training, config.pipeline
+        training, layout = config.training, config.pipeline
         torch.set_default_dtype(torch.float64 if training.precision == "float64" else torch.float32)
         one = layout.make_schedule(layout.ranks_per_replica(transport.num_ranks))
         self.schedule = replicate(one, layout.num_replicas)
-        layers = gpt(
-            model.num_blocks,
-            width=model.width,
-            num_heads=model.num_heads,
-            vocabulary=VOCABULARY,
-            length=model.length,
-            dropout=model.dropout,
-        )
+        layers = gpt(vocabulary=VOCABULARY, **asdict(config.model))
         stages = cut(layers, self.schedule.num_stages)
         self.layers_per_stage = [len(stage.layers) for stage in stages]
         options = ModelOptions(

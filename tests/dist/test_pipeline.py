@@ -211,6 +211,8 @@ def test_outputs_of_a_training_step_and_a_loss_of_inner_layers(lab_of):
         assert penalties.shape == (4,) and penalties.mean().item() == pytest.approx(penalty.item(), rel=1e-12)
         for name, parameter in model.named_parameters():
             assert torch.allclose(pipe.gradients()[name], parameter.grad, rtol=1e-11), name
+    run = lab_of(2).run(gl.gpipe(2, 4), model, x, y, loss_fn=with_penalty, outputs=True, repeats=2)
+    assert torch.allclose(run.outputs()[0], outputs, rtol=1e-12)
     found, penalties = pipe.predict(x, num_microbatches=2)
     assert penalties.tolist() == pytest.approx([model(half)[1].item() for half in x.split(4)], rel=1e-12)
     run = pipe.step(gl.gpipe(2, 4), x, y, update=False)
