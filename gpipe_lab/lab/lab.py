@@ -24,7 +24,7 @@ from .options import ModelOptions, StepOptions, choose, takes
 from .pipeline import Pipeline
 from .processes import may_have_labs
 from .run import Run
-from .step import MakeSchedule, made
+from .step import MakeSchedule, made, require_no_autocast
 from .worker import ProfileJob, profile, run_program
 from .workers import OnMessage, OnOutput, WorkerPool, print_tagged
 
@@ -158,6 +158,7 @@ class Lab:
 
         `.sizes(num_stages, by=...)` of the result is a `partition`; `.frame()` a table.
         """
+        require_no_autocast("Lab.profile")
         names, layers = named_layers(model)
         job = ProfileJob(microbatch, target, loss_fn, seed)
         nothing: tuple = ((), (), None)

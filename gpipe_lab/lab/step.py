@@ -64,6 +64,18 @@ class PreparedStep:
     schedule: Schedule
 
 
+def require_no_autocast(where: str) -> None:
+    """Raise `InputError` within `torch.autocast`, which does not reach the workers."""
+    surrounding = surrounding_autocast()
+    require(
+        not surrounding,
+        "workers compute under no autocast but the one they are told of",
+        got=f"a call within torch.autocast({', '.join(map(repr, surrounding))})",
+        where=where,
+        remedy="autocast=torch.bfloat16 in lab.run or lab.pipeline, outside torch.autocast",
+    )
+
+
 def prepare_step(
     schedule: Schedule,
     inputs: Tree,
@@ -80,14 +92,7 @@ def prepare_step(
 
     costs: measured ones, for the order of transfers; a pace has its own.
     """
-    surrounding = surrounding_autocast()
-    require(
-        not surrounding,
-        "workers compute under no autocast but the one they are told of",
-        got=f"a step within torch.autocast({', '.join(map(repr, surrounding))})",
-        where="step",
-        remedy="autocast=torch.bfloat16 in lab.run or lab.pipeline, outside torch.autocast",
-    )
+    require_no_autocast("step")
     require(
         isinstance(schedule, Schedule),
         "a schedule is a gl.Schedule",

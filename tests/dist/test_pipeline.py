@@ -231,6 +231,7 @@ def test_under_autocast_and_without_gradients(lab_of):
             lambda: lab_of(2).run(gl.gpipe(2, 2), make_model(), x, y, loss_fn=F.mse_loss, warmup=False),
             lambda: pipe.step(gl.gpipe(2, 2), x, y, update=False),
             lambda: pipe.predict(x),
+            lambda: lab_of(2).profile(make_model(), x),
         ):
             with pytest.raises(gl.InputError, match=r"autocast=torch\.bfloat16"):
                 refused()
