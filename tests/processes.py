@@ -1,5 +1,6 @@
-"""Whether processes are still there."""
+"""Processes of tests: whether they are still there, and whether they hear an interrupt."""
 
+import signal
 import time
 
 import psutil
@@ -20,3 +21,8 @@ def is_running(process):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def interruptible():
+    """Called in a child before its program: it hears interrupts, also where the tests do not (nohup, `&`)."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import multiprocessing
 import os
 import shutil
 import signal
@@ -13,14 +14,16 @@ import time
 from pathlib import Path
 from socket import AF_INET
 
+import cloudpickle
 import psutil
 import pytest
 import torch.distributed as dist
 
 from gpipe_lab.lab.lab import Lab
-from tests.processes import still_running
+from tests.processes import interruptible, still_running
 
 pytestmark = pytest.mark.dist
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 ROOT = Path(__file__).parents[2]
 
 HEAD = """
@@ -56,6 +59,7 @@ class Driver:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            preexec_fn=interruptible,
         )
         self.family = []
 
@@ -134,7 +138,8 @@ def with_children(context, how):
 @pytest.mark.parametrize("end", ["the driver is killed", "a worker is killed", "the lab is closed"])
 def test_what_a_rank_has_started_ends_with_it(drive, doing, end):
     driver = drive(
-        CHILDREN + f"""
+        CHILDREN
+        + f"""
 lab = Lab(2, device="cpu")
 import threading
 def run():
@@ -170,6 +175,83 @@ time.sleep(60)
             driver.process.stdin.flush()
             driver.wait_for("closed")
             assert still_running(grandchildren) == []
+
+
+SUBPROCESSES = """
+import subprocess
+
+def with_subprocesses(context, ending):
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    daemon = f"import subprocess; subprocess.Popen({command!r}, start_new_session=True)"
+    subprocess.Popen(command)
+    subprocess.Popen(command, start_new_session=True)
+    subprocess.run([sys.executable, "-c", daemon])  # its parent has ended
+    print("hanging")
+    sys.stdout.flush()
+    if ending == "crash" and context.rank == 0:
+        time.sleep(1.5)
+        os._exit(3)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the process group alone ends elsewhere")
+@pytest.mark.parametrize("ending", ["the driver is killed", "stop", "crash"])
+def test_what_a_rank_has_started_by_subprocess_ends_with_it(drive, ending):
+    driver = drive(
+        SUBPROCESSES
+        + f"""
+lab = Lab(2, device="cpu")
+import threading
+if {ending!r} == "stop":
+    threading.Timer(2.5, lab.stop).start()
+try:
+    lab.launch(with_subprocesses, {ending!r})
+except Exception as error:
+    print("ended", type(error).__name__)
+print("over")
+sys.stdin.readline()
+"""
+    )
+    for _ in range(2):
+        driver.wait_for("hanging")
+    time.sleep(0.3)
+    driver.family = psutil.Process(driver.process.pid).children(recursive=True)
+    started = [p for p in driver.family if "time.sleep(60)" in " ".join(p.cmdline())]
+    assert len(started) == 6
+    if ending == "the driver is killed":
+        driver.process.kill()
+    else:
+        family = driver.family
+        driver.wait_for("over")
+        driver.family = family
+        orphans = still_running(started)  # of a rank that crashed, those that have left its group stay behind
+        assert len(orphans) <= (2 if ending == "crash" else 0)
+        driver.process.stdin.write("go on\n")
+        driver.process.stdin.flush()
+    driver.process.wait(timeout=10)
+    driver.assert_nothing_is_left()
+
+
+def fork_from_a_thread(context):
+    """A child that a short-lived thread has started, and whether it still is there afterwards."""
+    children = []
+
+    def start():
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,))
+        child.start()
+        children.append(child)
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+    time.sleep(0.3)
+    return children[0].is_alive()
+
+
+def test_a_child_outlives_the_thread_that_started_it():
+    with Lab(1, device="cpu") as lab:
+        assert lab.launch(fork_from_a_thread) == [True]
 
 
 def test_a_driver_killed_after_it_closed_its_lab_leaves_nothing(drive):

@@ -105,7 +105,12 @@ ABSENT = {
     "one of two outputs": lambda: [linear(), Both(), Uses("left"), linear()],
     "none of two outputs": lambda: [linear(), Both(), Uses(), linear()],
     "a frozen first stage": lambda: [linear().requires_grad_(False), linear(), linear(), linear()],
-    "a frozen layer after trained ones": lambda: [linear(), linear().requires_grad_(False), Looks(), linear()],
+    "a frozen layer after trained ones": lambda: [
+        linear(),
+        linear().requires_grad_(False),
+        Looks(),
+        linear(),
+    ],
 }
 
 
@@ -293,7 +298,9 @@ def test_the_remedy_for_a_shared_batch_norm_works(lab_of):
 def test_a_loss_of_ones_own_is_weighted_by_rows_unless_told(lab_of):
     layers = [linear(), linear()]
     x = batch()[0]
-    targets = torch.tensor([1, -100, -100, -100, 2, 3, -100, 0])  # micro-batches with 1, 0, 2 and 1 that count
+    targets = torch.tensor(
+        [1, -100, -100, -100, 2, 3, -100, 0]
+    )  # micro-batches with 1, 0, 2 and 1 that count
 
     def own(output, target):
         return F.cross_entropy(output, target, ignore_index=-100)

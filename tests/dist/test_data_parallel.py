@@ -37,14 +37,24 @@ def test_equal_to_one_process(lab_of, name, num_ranks, num_replicas):
     schedule = gl.SCHEDULES[name](num_ranks, 4 if num_ranks > 1 else 3)
     for mode in MODES if "zero_bubble" not in name else MODES[:3]:
         run = lab_of(num_ranks * num_replicas).run(
-            schedule, model, x, y, loss_fn=F.mse_loss, checkpoint=mode, num_replicas=num_replicas, warmup=False)
+            schedule,
+            model,
+            x,
+            y,
+            loss_fn=F.mse_loss,
+            checkpoint=mode,
+            num_replicas=num_replicas,
+            warmup=False,
+        )
         assert distance(run.gradients(), reference) <= 1e-12, mode
         assert run.loss == pytest.approx(loss, rel=1e-12)
 
 
 def test_bytes_and_events_of_the_sums(lab_of):
     model = make_model()
-    run = lab_of(4).run(gl.gpipe(2, 2), model, *make_batch(8), loss_fn=F.mse_loss, num_replicas=2, warmup=False)
+    run = lab_of(4).run(
+        gl.gpipe(2, 2), model, *make_batch(8), loss_fn=F.mse_loss, num_replicas=2, warmup=False
+    )
     sizes = [8 * sum(p.numel() for p in part.parameters()) for part in (model[:4], model[4:])]
     assert run.bytes_reduced == {(0, 2): sizes[0], (1, 3): sizes[1]}
     boundary = 4 * 8 * 8  # 4 rows a replica, 8 wide, 8 bytes each
@@ -61,7 +71,9 @@ def test_two_replicas_draw_the_masks_of_one_pipeline(lab_of):
     model = make_model(dropout=0.5)
     x, y = make_batch(12)
     many = lab_of(2).run(gl.one_f_one_b(2, 6), model, x, y, loss_fn=F.mse_loss, seed=3, warmup=False)
-    both = lab_of(4).run(gl.one_f_one_b(2, 3), model, x, y, loss_fn=F.mse_loss, seed=3, num_replicas=2, warmup=False)
+    both = lab_of(4).run(
+        gl.one_f_one_b(2, 3), model, x, y, loss_fn=F.mse_loss, seed=3, num_replicas=2, warmup=False
+    )
     assert distance(both.gradients(), many.gradients()) <= 1e-14  # a different mask would give about 1
     assert both.loss == pytest.approx(many.loss, rel=1e-14)
 
@@ -94,7 +106,9 @@ def test_a_token_weighted_loss_is_weighted_over_all_replicas(lab_of):
     targets = ids.clone()
     targets[:5] = -100  # the first replica has hardly any token that counts, and whole micro-batches of none
     loss, reference = whole_batch(model, ids, targets, F.cross_entropy)
-    run = lab_of(4).run(gl.gpipe(2, 2), model, ids, targets, loss_fn=F.cross_entropy, num_replicas=2, warmup=False)
+    run = lab_of(4).run(
+        gl.gpipe(2, 2), model, ids, targets, loss_fn=F.cross_entropy, num_replicas=2, warmup=False
+    )
     assert run.loss == pytest.approx(loss, rel=1e-12)
     assert distance(run.gradients(), reference) <= 1e-12
 

@@ -39,7 +39,10 @@ def inject(context, target, fault):
 
         return run
 
-    for cls, names in ((Step, ("_forward", "_recompute", "_backward", "_backward_weight")), (Mailbox, ("send", "post"))):
+    for cls, names in (
+        (Step, ("_forward", "_recompute", "_backward", "_backward_weight")),
+        (Mailbox, ("send", "post")),
+    ):
         for name in names:
             setattr(cls, name, wrapped(getattr(cls, name)))
 

@@ -181,7 +181,9 @@ def loaded(context):
 
 def test_a_program_may_load_its_data_with_processes_of_its_own(lab):
     for rank, batches in enumerate(lab.launch(loaded)):
-        assert batches == [[float(rank + i) for i in range(start, min(start + 5, 12))] for start in (0, 5, 10)]
+        assert batches == [
+            [float(rank + i) for i in range(start, min(start + 5, 12))] for start in (0, 5, 10)
+        ]
     assert lab.launch(lambda context: len(multiprocessing.active_children())) == [0] * 4
 
 
@@ -255,7 +257,9 @@ def test_the_first_lab_is_ready_soon(tmp_path):
         assert done.stderr == ""
         torch_s, lab_s = map(float, done.stdout.split())
         limit_s = max(4.0, 3 * torch_s)
-        print(f"first lab, of 8: {lab_s:.2f} s (limit {limit_s:.1f} s; importing torch takes {torch_s:.2f} s)")
+        print(
+            f"first lab, of 8: {lab_s:.2f} s (limit {limit_s:.1f} s; importing torch takes {torch_s:.2f} s)"
+        )
         if lab_s < limit_s:
             return
     pytest.fail(f"the first lab took over {limit_s:.1f} s")

@@ -32,7 +32,9 @@ def lane(events, rank, name):
     return sorted((e for e in events if e.rank == rank and e.lane == name), key=lambda e: e.start_ms)
 
 
-@pytest.mark.parametrize("pace", [None, gl.Pace(forward_ms=2, backward_ms=3, link_ms=1)], ids=["full", "paced"])
+@pytest.mark.parametrize(
+    "pace", [None, gl.Pace(forward_ms=2, backward_ms=3, link_ms=1)], ids=["full", "paced"]
+)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_measured_trace_is_one_that_could_have_happened(lab_of, name, pace):
     done = run(lab_of(3), SCHEDULES[name](3, 6), pace=pace)

@@ -150,7 +150,10 @@ def test_spectral_and_instance_norm(lab_of):
         pipe.step(gl.gpipe(2, M), *batch(), update=False, checkpoint=mode)
         state = pipe.state_dict()
         for name in ("0.1.running_mean", "0.1.running_var", "1.weight_u"):
-            assert torch.allclose(state[name], trained.state_dict()[name], rtol=1e-12, atol=1e-14), (name, mode)
+            assert torch.allclose(state[name], trained.state_dict()[name], rtol=1e-12, atol=1e-14), (
+                name,
+                mode,
+            )
 
 
 def test_repeats_start_from_the_same_state(lab_of):
@@ -408,7 +411,9 @@ def test_what_stages_share_and_nobody_changes_is_as_in_one_process(lab_of):
     skips = Skips()
     skips.kept["scale"] = 0.5
     mask = torch.ones(1)
-    model = nn.Sequential(Configured(skips), CountingBuffer(mask), Configured(skips), CountingBuffer(mask)).eval()
+    model = nn.Sequential(
+        Configured(skips), CountingBuffer(mask), Configured(skips), CountingBuffer(mask)
+    ).eval()
     x = torch.randn(4, 4)
     model[1].kept = skips
     pipe = lab_of(2).pipeline(model, loss_fn=F.mse_loss)
@@ -432,7 +437,14 @@ def test_hooks_that_a_function_registers_are_kept(lab_of):
     x = torch.randn(6, 4)
     for make in (gl.gpipe, gl.zero_bubble_h1):
         runs = [
-            lab_of(2).run(make(2, 3), [first, functools.partial(nn.Linear, 4, 4)], x, x, loss_fn=F.mse_loss, warmup=False)
+            lab_of(2).run(
+                make(2, 3),
+                [first, functools.partial(nn.Linear, 4, 4)],
+                x,
+                x,
+                loss_fn=F.mse_loss,
+                warmup=False,
+            )
             for first in (functools.partial(nn.Linear, 4, 4), doubled_gradient)
         ]
         plain, hooked = (run.gradients() for run in runs)

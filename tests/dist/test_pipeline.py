@@ -55,7 +55,9 @@ def test_training_equals_one_process(lab_of, make, optimizer):
             assert torch.allclose(value, state[name], rtol=1e-10, atol=1e-12), name
 
 
-@pytest.mark.parametrize("make", [gl.interleaved, gl.zero_bubble_v, gl.dualpipe_v], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make", [gl.interleaved, gl.zero_bubble_v, gl.dualpipe_v], ids=lambda make: make.__name__
+)
 def test_schedules_with_several_stages_on_a_rank_train_too(lab_of, make, tmp_path):
     losses, state = train_in_one_process(make_model(), ADAM, 4)
     schedule = make(2, 4)
@@ -169,9 +171,7 @@ def test_a_mask_as_long_as_the_batch_reaches_every_microbatch_whole(lab_of):
     mask = torch.full((rows, rows), float("-inf")).triu(1).double()
     model = nn.Sequential(Attending(), Attending())
     first_of(model((x, mask)), y).backward()
-    run = lab_of(2).run(
-        gl.gpipe(2, 4), model, (x, gl.whole(mask)), y, loss_fn=first_of, warmup=False
-    )
+    run = lab_of(2).run(gl.gpipe(2, 4), model, (x, gl.whole(mask)), y, loss_fn=first_of, warmup=False)
     for name, parameter in model.named_parameters():
         assert torch.allclose(run.gradients()[name], parameter.grad, rtol=1e-11), name
     pipe = lab_of(2).pipeline(model)
@@ -291,7 +291,9 @@ def test_a_layer_that_was_given_in_evaluation_mode_stays_in_it(lab_of):
     model[1].eval()
     pipe = lab_of(2).pipeline(model, loss_fn=F.mse_loss)
     for _ in range(2):
-        assert pipe.step(gl.gpipe(2, 2), x, y, update=False).loss == pytest.approx(pipe.evaluate(x, y), rel=1e-12)
+        assert pipe.step(gl.gpipe(2, 2), x, y, update=False).loss == pytest.approx(
+            pipe.evaluate(x, y), rel=1e-12
+        )
 
 
 def test_batches_of_changing_size(lab_of):
@@ -412,7 +414,10 @@ KNOWN = [  # without a call, from the class
     {"optimizer": functools.partial(NeedsClosure, lr=0.1)},
     {"optimizer": nn.Linear},
     {"optimizer": SGD, "scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau},
-    {"optimizer": SGD, "scheduler": functools.partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=2)},
+    {
+        "optimizer": SGD,
+        "scheduler": functools.partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=2),
+    },
 ]
 FOUND_BY_A_RANK = [
     {"optimizer": lambda named: torch.optim.LBFGS([p for _, p in named])},
@@ -459,9 +464,7 @@ def test_a_failure_in_the_optimizer_is_placed_there(lab_of):
         def step(self, closure=None):
             raise ArithmeticError("no step")
 
-    pipe = lab_of(2).pipeline(
-        make_model(), loss_fn=F.mse_loss, optimizer=functools.partial(Failing, lr=0.1)
-    )
+    pipe = lab_of(2).pipeline(make_model(), loss_fn=F.mse_loss, optimizer=functools.partial(Failing, lr=0.1))
     with pytest.raises(gl.RankFailed, match="optimizer step") as caught:
         pipe.step(gl.gpipe(2, 2), *make_batch())
     assert str(caught.value.op) in ("0STEP0", "1STEP0")

@@ -561,3 +561,183 @@ if __name__ == "__main__":
         lab.resize(2)
         print(len(lab.launch(lambda context: 1)))
 """
+
+
+# Errors that are hard to tell
+
+
+class Unspeakable(RuntimeError):
+    def __str__(self):
+        raise SystemExit("no words")
+
+
+class Vanishing(Exception):
+    def __reduce__(self):
+        raise KeyboardInterrupt
+
+
+class NoException(Exception):
+    def __reduce__(self):
+        return str, ("not an exception",)
+
+
+@pytest.mark.parametrize("kind", [Unspeakable, Vanishing, NoException])
+def test_an_error_that_fights_being_told_is_told_as_itself(lab, kind):
+    def fail(context):
+        if context.rank == 1:
+            raise kind("told")
+
+    with pytest.raises(RankFailed, match=f"rank 1 failed: {kind.__name__}") as caught:
+        lab.call(fail, everywhere(lab))
+    assert not caught.value.died
+    assert isinstance(caught.value.__cause__, kind if kind is Unspeakable else type(None))
+
+
+def test_an_error_of_a_million_lines_is_told_shortened_and_soon(lab):
+    def fail(context):
+        raise ValueError("first line\n" + "more\n" * 10**6 + "last line")
+
+    begin = time.monotonic()
+    with pytest.raises(RankFailed, match="ValueError: first line") as caught:
+        lab.call(fail, everywhere(lab))
+    text = str(caught.value)
+    assert time.monotonic() - begin < 3
+    assert len(text) < 25_000 and "characters are left out" in text and text.endswith("last line")
+
+
+def test_an_error_in_one_long_line_has_a_short_headline(lab):
+    def fail(context):
+        raise ValueError("x" * 10**7)
+
+    with pytest.raises(RankFailed) as caught:
+        lab.call(fail, everywhere(lab))
+    assert len(caught.value.reason) < 1000 and len(str(caught.value)) < 25_000
+
+
+@pytest.mark.parametrize("lowest", [3, 5])
+@pytest.mark.parametrize("ending", ["waits", "returns"])
+def test_a_rank_that_closes_file_descriptors_is_blamed_itself(lab, lowest, ending):
+    def close(context):
+        context.board.mark(Op(Kind.F, context.rank, 0), waits=context.rank != 1)
+        if context.rank == 1:
+            os.closerange(lowest, 1000)
+            if ending == "returns":
+                return None
+            time.sleep(60)
+        dist.recv(torch.zeros(1), 1)
+
+    begin = time.monotonic()
+    with pytest.raises(RankFailed) as caught:
+        lab.call(close, everywhere(lab), watchdog_s=1)
+    assert time.monotonic() - begin < 5
+    assert caught.value.rank == 1, caught.value
+    assert caught.value.op in (None, Op(Kind.F, 1, 0))
+    assert lab.call(lambda context: context.rank, everywhere(lab)) == [0, 1, 2]
+
+
+def test_a_rank_that_was_stopped_while_it_waited_is_the_one_named(lab):
+    """All wait: that one alone does not say where it is."""
+
+    def wait(context):
+        context.board.mark(Op(Kind.RECV_F, context.rank, 0), waits=True)
+        if context.rank == 2:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(60)
+
+    with pytest.raises(RankFailed, match=r"rank 2 failed in 2RECV_F0 .*it hangs"):
+        lab.call(wait, everywhere(lab), watchdog_s=0.5)
+    assert lab.call(lambda context: context.rank, everywhere(lab)) == [0, 1, 2]
+
+
+class Prints:
+    def __del__(self):
+        print("finalised")
+
+
+def test_a_finaliser_may_print_while_the_pipe_is_being_written(lab, capsys):
+    def print_within(context):
+        outbox = context.report.__self__
+        pipe = outbox._seat.pipe
+
+        class Interrupted:
+            is_first = True
+
+            def send_bytes(self, data):
+                if self.is_first:
+                    self.is_first = False
+                    Prints()  # as the garbage collector would, in the middle of a message
+                pipe.send_bytes(data)
+
+        object.__setattr__(outbox._seat, "pipe", Interrupted())
+        context.report("reported")
+        object.__setattr__(outbox._seat, "pipe", pipe)
+        return "done"
+
+    assert lab.call(print_within, everywhere(lab), timeout=5) == ["done"] * 3
+    assert capsys.readouterr().out.count("finalised") == 3
+
+
+# What surrounds the lab
+
+
+def test_a_broken_loopback_is_named_before_a_process_starts(monkeypatch):
+    def refuse(*args, **options):
+        raise OSError(101, "Network is unreachable")
+
+    monkeypatch.setattr(workers.socket, "create_connection", refuse)
+    monkeypatch.setattr(workers.Workers, "start", lambda self: pytest.fail("a process was started"))
+    with pytest.raises(RuntimeError, match="loopback interface(.|\n)*unreachable(.|\n)*ip link set"):
+        Lab(2, device="cpu")
+
+
+def script_in(tmp_path, code, *, wrapper=(), **environment):
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    command = [*wrapper, sys.executable, str(script)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **environment}
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+
+
+SMALL_LAB = """
+import gpipe_lab as gl
+with gl.Lab(2, device="cpu") as lab:
+    print(*lab.launch(lambda context: context.rank))
+"""
+
+
+def can_unshare(*flags):
+    try:
+        return subprocess.run(["unshare", *flags, "true"], capture_output=True).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not can_unshare("-rn"), reason="no network namespaces here")
+def test_a_loopback_that_is_down_is_named(tmp_path):
+    done = script_in(tmp_path, SMALL_LAB, wrapper=["unshare", "-rn"])
+    assert done.returncode != 0
+    assert "remedy: bring it up, as root: ip link set lo up" in done.stderr
+
+
+@pytest.mark.skipif(not can_unshare("-rm"), reason="no mount namespaces here")
+def test_shared_memory_that_is_read_only_is_not_needed(tmp_path):
+    command = 'mount -t tmpfs -o ro none /dev/shm && exec "$0" "$@"'
+    done = script_in(tmp_path, SMALL_LAB, wrapper=["unshare", "-rm", "sh", "-c", command])
+    assert done.stdout.split() == ["0", "1"], done.stderr
+
+
+@pytest.mark.parametrize("length", [76, 200])
+def test_a_long_temporary_folder_is_no_obstacle(tmp_path, length):
+    folder = (
+        tmp_path / ("x" * (length - len(str(tmp_path)) - 1)) if len(str(tmp_path)) < length - 1 else tmp_path
+    )
+    folder.mkdir(exist_ok=True)
+    done = script_in(tmp_path, SMALL_LAB, TMPDIR=str(folder))
+    assert done.stdout.split() == ["0", "1"], done.stderr
+    assert list(folder.iterdir()) == []
+
+
+def test_where_no_folder_is_short_enough_the_limit_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(forkserver.os, "access", lambda *args: False)
+    with pytest.raises(InputError, match=r"path may have \d+ bytes(.|\n)*TMPDIR"):
+        forkserver._short_temp_dir()

@@ -1,6 +1,5 @@
 """Mixed precision: bf16 crosses the boundaries, float32 stays in the weights and their gradients."""
 
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -82,6 +81,4 @@ def test_float16_is_refused(lab_of):
     with pytest.raises(gl.InputError, match="bfloat16"):
         lab_of(2).run(gl.gpipe(2, 2), make_model(), x, y, loss_fn=F.mse_loss, autocast=torch.float16)
     with pytest.raises(gl.InputError, match="bfloat16"):
-        lab_of(2).run(
-            gl.gpipe(2, 2), make_model(torch.float16), x.half(), y.half(), loss_fn=F.mse_loss
-        )
+        lab_of(2).run(gl.gpipe(2, 2), make_model(torch.float16), x.half(), y.half(), loss_fn=F.mse_loss)

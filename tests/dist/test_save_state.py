@@ -342,7 +342,10 @@ def test_what_is_not_there_is_refused(lab_of, tmp_path):
     [
         (lambda: small_model(2), "no 2.weight; no 2.bias"),
         (lambda: small_model(4), "3.weight, which the model has not; 3.bias, which the model has not"),
-        (lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3), nn.Linear(3, 3)), r"0.weight of shape \(4, 3\)"),
+        (
+            lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3), nn.Linear(3, 3)),
+            r"0.weight of shape \(4, 3\)",
+        ),
     ],
 )
 def test_the_state_of_another_model_is_refused_and_the_pipeline_goes_on(lab_of, tmp_path, saved, told):
@@ -427,7 +430,9 @@ def test_a_layers_own_random_numbers_go_on(lab_of, tmp_path, before, after, num_
     def pipe_of(num_ranks):
         torch.manual_seed(0)
         model = nn.Sequential(OwnNoise(), OwnNoise())
-        return lab_of(num_ranks).pipeline(model, loss_fn=F.mse_loss, optimizer=ADAM, num_replicas=num_replicas)
+        return lab_of(num_ranks).pipeline(
+            model, loss_fn=F.mse_loss, optimizer=ADAM, num_replicas=num_replicas
+        )
 
     pipe = pipe_of(before)
     for _ in range(2):

@@ -27,7 +27,9 @@ def test_tied_factories_of_other_shapes_are_refused(lab_of):
     model = [functools.partial(nn.Linear, 4, 4), functools.partial(nn.Linear, 4, 5)]
     x, y = torch.randn(4, 4), torch.randn(4, 5)
     with pytest.raises(gl.InputError, match="tied weights have one shape"):
-        lab_of(2).run(gl.gpipe(2, 2), model, x, y, loss_fn=F.mse_loss, ties=[("0.weight", "1.weight")], warmup=False)
+        lab_of(2).run(
+            gl.gpipe(2, 2), model, x, y, loss_fn=F.mse_loss, ties=[("0.weight", "1.weight")], warmup=False
+        )
 
 
 def make_model():
@@ -116,7 +118,14 @@ def test_a_tied_gradient_is_reported_once_under_its_first_name(lab_of, num_stage
     for make in (gl.gpipe, gl.one_f_one_b):
         for mode in ("never", "always"):
             run = lab_of(num_stages).run(
-                make(num_stages, 3), make_model(), ids, targets, loss_fn=F.cross_entropy, checkpoint=mode, warmup=False)
+                make(num_stages, 3),
+                make_model(),
+                ids,
+                targets,
+                loss_fn=F.cross_entropy,
+                checkpoint=mode,
+                warmup=False,
+            )
             reference = dict(model.named_parameters())
             assert set(run.gradients()) == set(reference)
             for name, gradient in run.gradients().items():
@@ -181,7 +190,9 @@ def test_a_half_precision_tie_is_rounded_once(lab_of):
     sums = [torch.zeros(VOCABULARY, WIDTH), torch.zeros(VOCABULARY, WIDTH)]
     for row in ids.split(1):
         model = make_model().bfloat16()
-        model[-1].weight = nn.Parameter(model[-1].weight.detach().clone())  # each use with a gradient of its own
+        model[-1].weight = nn.Parameter(
+            model[-1].weight.detach().clone()
+        )  # each use with a gradient of its own
         F.cross_entropy(model(row), row).backward()
         for total, use in zip(sums, (model[0], model[-1]), strict=True):
             total += use.weight.grad.float() / 8

@@ -68,9 +68,7 @@ def test_operators_lie_within_the_operation_that_runs_them(lab_of):
 
 
 def test_a_step_of_a_pipeline_is_profiled_and_unchanged(lab_of):
-    profiled, plain = (
-        lab_of(2).pipeline(model(), loss_fn=F.mse_loss, optimizer=SGD) for _ in range(2)
-    )
+    profiled, plain = (lab_of(2).pipeline(model(), loss_fn=F.mse_loss, optimizer=SGD) for _ in range(2))
     run = profiled.step(gl.gpipe(2, 2), *batch(), profile=True)
     assert plain.step(gl.gpipe(2, 2), *batch()).profiles is None
     assert any("Optimizer.step" in e["name"] for e in run.profiles.load(1)["traceEvents"])

@@ -145,7 +145,16 @@ def test_one_process_stopped_and_started_again(undisturbed, tmp_path):
 
 def test_a_rank_that_is_stopped_is_named_and_the_job_ends(tmp_path):
     config, _ = write_config(tmp_path, "state", num_steps=100_000, watchdog_s=3)
-    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "gpipe_lab.train", "--config", config]
+    command = [
+        *TORCHRUN,
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "gpipe_lab.train",
+        "--config",
+        config,
+    ]
     log = tmp_path / "log"
     with log.open("wb") as out:
         job = subprocess.Popen(
@@ -185,7 +194,10 @@ def test_a_rank_that_does_not_move_is_named_by_the_one_before_it(capfd):
         with pytest.raises(gl.RankFailed) as caught:
             lab.launch(hang)
         assert caught.value.died and caught.value.rank in (0, 1)
-        assert "rank 1, last seen in 1F1 (stage 1, forward of micro-batch 1), does not move" in capfd.readouterr().err
+        assert (
+            "rank 1, last seen in 1F1 (stage 1, forward of micro-batch 1), does not move"
+            in capfd.readouterr().err
+        )
 
 
 def rank_of(pid):
