@@ -27,6 +27,7 @@ from .transport import Transport
 
 State = dict[str, Any]
 Shapes = Mapping[str, tuple[int, ...] | None]  # None: not a tensor
+FORMAT = 2  # of what is saved, and how it is named
 _PREFIX = "save-"
 _UNFINISHED = ".part"
 
@@ -64,7 +65,11 @@ def _state_of(pipeline: RankPipeline, steps: int) -> State:
 
     settings = pipeline.updates.settings() if pipeline.spec.replica == 0 else None
     return {
-        "training": {"steps": steps, "ties": tuple(tie.names for tie in pipeline.spec.ties)},
+        "training": {
+            "format": FORMAT,
+            "steps": steps,
+            "ties": tuple(tie.names for tie in pipeline.spec.ties),
+        },
         "weights": saved(pipeline.weights()),
         "gradients": saved(pipeline.pending_gradients()),
         "optimizer": pipeline.updates.states(),
@@ -85,6 +90,13 @@ def load_state(pipeline: RankPipeline, transport: Transport, folder: str | Path)
     """
     save = latest_save(folder)
     about = _read(save, {"training", "settings"})
+    require(
+        about["training"].get("format") == FORMAT,
+        f"a state is read in the format that it is written in, number {FORMAT}",
+        got=f"a save in format {about['training'].get('format', 1)}",
+        where=str(save),
+        remedy="pipe.load_state_dict(gl.load_weights(folder)) for the weights alone",
+    )
     ties, settings = about["training"]["ties"], list(about.get("settings", {}).values())
 
     def saved_name(name: str) -> str:

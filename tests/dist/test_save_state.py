@@ -373,6 +373,24 @@ def test_an_optimizer_or_scheduler_of_another_kind_is_refused(lab_of, tmp_path):
         assert same(other.state_dict(), pipe.state_dict())
 
 
+def test_a_save_of_another_format_is_refused_but_for_its_weights(lab_of, tmp_path):
+    lab = lab_of(2)
+    pipe = lab.pipeline(small_model(), loss_fn=F.mse_loss, optimizer=ADAM)
+    small_step(pipe)
+    lab.launch(write_format, 1)
+    pipe.save_state(tmp_path)
+    lab.launch(write_format, 2)
+    with pytest.raises(gl.InputError, match="in format 1"):
+        pipe.load_state(tmp_path)
+    assert same(gl.load_weights(tmp_path), pipe.state_dict())
+
+
+def write_format(context, number):
+    from gpipe_lab.engine import saving
+
+    saving.FORMAT = number
+
+
 class Counting(nn.Linear):
     """Keeps something in `state_dict` that is not a tensor."""
 
