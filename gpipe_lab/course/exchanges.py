@@ -30,9 +30,9 @@ def play_rank(context: RankContext, schedule: Schedule) -> Received:
     """A job: this rank's row of the schedule."""
     from ..engine.device import CpuDevice
     from ..engine.messages import pack
-    from ..engine.transport import GlooTransport, Incoming
+    from ..engine.transport import GlooTransport, Incoming, Meeting
 
-    transport = GlooTransport(CpuDevice(), strict=True)
+    transport = GlooTransport(CpuDevice(), Meeting.of_default_group(), strict=True)
     incoming: dict[Op, Incoming] = {}
     received: Received = []
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -252,41 +254,102 @@ class _OnStream:
         return self.meta.unpack(self.flat)
 
 
-class _Distributed(Transport):
-    """What torch.distributed does for values of the host and for sums, over a default process group."""
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ranks of a transport find each other, and how long a transfer between them may take.
 
-    def __init__(self, device: Device) -> None:
-        super().__init__(device, dist.get_rank(), dist.get_world_size())
-        self._groups: dict[Ranks | None, Any] = {None: dist.group.WORLD}
+    Groups made here are torch.distributed's without being among those that it keeps in mind: a program in the
+    same processes has the default group, and may end it, to itself.
+    """
+
+    store: dist.Store
+    rank: int
+    num_ranks: int
+    timeout: timedelta = timedelta(minutes=30)
+
+    @classmethod
+    def of_default_group(cls, **options: Any) -> Meeting:
+        """At the store of the default group; a collective call of all ranks."""
+        store = dist.PrefixStore(f"transport {next(_serial)}", dist.distributed_c10d._get_default_store())
+        return cls(store, dist.get_rank(), dist.get_world_size(), **options)
+
+    def group(self, ranks: Ranks, backend: str) -> Any:
+        """A group of `ranks`, this one among them, all of which call this."""
+        store = dist.PrefixStore(f"{backend} {ranks}", self.store)
+        place = ranks.index(self.rank), len(ranks)
+        if backend == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = self.timeout
+            return dist.ProcessGroupNCCL(store, *place, options)
+        return dist.ProcessGroupGloo(store, *place, self.timeout)
+
+
+_serial = itertools.count()
+
+
+class _Distributed(Transport):
+    """What torch.distributed does for values of the host and for sums, over groups of its own."""
+
+    def __init__(self, device: Device, meeting: Meeting) -> None:
+        super().__init__(device, meeting.rank, meeting.num_ranks)
+        self._meeting = meeting
+        self._groups: dict[tuple[Ranks, str], Any] = {}
+        self._host = self._group(None, "gloo")
         self._threads: dict[object, ThreadPoolExecutor] = {}
 
+    def _group(self, ranks: Ranks | None, backend: str) -> Any:
+        """The group of these ranks (all by default), made when its ranks first need it."""
+        key = tuple(range(self.num_ranks)) if ranks is None else ranks, backend
+        if key not in self._groups:
+            self._groups[key] = self._meeting.group(*key)
+        return self._groups[key]
+
     def tell(self, value: Any, to: int, tag: int) -> None:
-        data = cloudpickle.dumps(value)  # a named tuple may be a notebook cell's own
-        payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        payload = _bytes_of(value)
         for t in (torch.tensor([payload.numel()]), payload):
-            self._thread("tell", to).submit(_wait_all, [_isend(t, to, _META_TAG + tag)])
+            self._thread("tell", to).submit(_wait_all, [self._isend(t, to, _META_TAG + tag)])
 
     def hear(self, source: int, tag: int) -> Any:
         size = torch.zeros(1, dtype=torch.int64)
-        _wait_all([_irecv(size, source, _META_TAG + tag)])
+        _wait_all([self._irecv(size, source, _META_TAG + tag)])
         payload = torch.empty(int(size), dtype=torch.uint8)
-        _wait_all([_irecv(payload, source, _META_TAG + tag)])
+        _wait_all([self._irecv(payload, source, _META_TAG + tag)])
         return pickle.loads(payload.numpy().tobytes())
 
     def gather(self, value: Any, ranks: Ranks | None = None) -> list[Any]:
-        found: list[Any] = [None] * (self.num_ranks if ranks is None else len(ranks))
-        dist.all_gather_object(found, value, group=self._groups[ranks])
+        payload = _bytes_of(value)
+        sizes = [int(size) for size in self._all_gather(torch.tensor([payload.numel()]), ranks)]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: payload.numel()] = payload
+        found = self._all_gather(padded, ranks)
+        return [pickle.loads(t[:n].numpy().tobytes()) for t, n in zip(found, sizes, strict=True)]
+
+    def _all_gather(self, host: torch.Tensor, ranks: Ranks | None) -> list[torch.Tensor]:
+        found = [torch.empty_like(host) for _ in range(self.num_ranks if ranks is None else len(ranks))]
+        self._group(ranks, "gloo").allgather([found], [host]).wait()
         return found
 
     def open_group(self, ranks: Ranks) -> None:
-        if ranks not in self._groups:
-            self._groups[ranks] = dist.new_group(list(ranks))
+        if self.rank in ranks:
+            self._group(ranks, "gloo")
 
     def _all_reduce(self, flat: torch.Tensor, ranks: Ranks | None) -> None:
-        dist.all_reduce(flat, group=self._groups[ranks])
+        self._group(ranks, _backend_of(flat)).allreduce([flat]).wait()
 
     def broadcast(self, tensor: torch.Tensor, source: int, ranks: Ranks) -> None:
-        dist.broadcast(tensor, source, group=self._groups[ranks])
+        self._group(ranks, _backend_of(tensor)).broadcast(tensor, ranks.index(source)).wait()
+
+    def _isend(self, flat: torch.Tensor, to: int, tag: int) -> Any:
+        try:
+            return self._host.send([flat], to, tag)
+        except RuntimeError as error:
+            raise PeerLost(f"send to rank {to} failed: {error}") from error
+
+    def _irecv(self, flat: torch.Tensor, source: int, tag: int) -> Any:
+        try:
+            return self._host.recv([flat], source, tag)
+        except RuntimeError as error:
+            raise PeerLost(f"receive from rank {source} failed: {error}") from error
 
     def close(self) -> None:
         for thread in self._threads.values():
@@ -311,8 +374,8 @@ class GlooTransport(_Distributed):
     begins: the strictest order NCCL may impose, for finding schedules that would hang.
     """
 
-    def __init__(self, device: Device, *, strict: bool = False) -> None:
-        super().__init__(device)
+    def __init__(self, device: Device, meeting: Meeting, *, strict: bool = False) -> None:
+        super().__init__(device, meeting)
         self.strict = strict
         self.in_any_order = not strict
         self._staging = device.stream()
@@ -332,13 +395,13 @@ class GlooTransport(_Distributed):
         elif self.strict:
             self._thread("send", to).submit(self._send_now, sent, message.flat, made, to, tag)
         else:
-            works = [_isend(message.flat, to, tag)] if message.flat.numel() else []
+            works = [self._isend(message.flat, to, tag)] if message.flat.numel() else []
             self._unwatched.append((to, sent, works))
         return sent
 
     def _send_now(self, sent: Sent, host: torch.Tensor, is_there: Any, to: int, tag: int) -> None:
         self.device.wait_for(is_there)
-        sent.attempt(lambda: _wait_all([_isend(host, to, tag)] if host.numel() else []))
+        sent.attempt(lambda: _wait_all([self._isend(host, to, tag)] if host.numel() else []))
         self._arrived.put(sent)
 
     def watch(self) -> None:
@@ -366,10 +429,13 @@ class GlooTransport(_Distributed):
     def receive(self, meta: MessageMeta, source: int, tag: int) -> Incoming:
         flat = self.device.host_bytes(meta.offsets[-1])
         if self.strict or self.link_ms:
-            done = self._thread("receive", source).submit(_receive_now, flat, source, tag)
+            done = self._thread("receive", source).submit(self._receive_now, flat, source, tag)
             return _Threaded(meta, flat, self.device, done, self.link_ms)
-        works = [_irecv(flat, source, tag)] if flat.numel() else []
+        works = [self._irecv(flat, source, tag)] if flat.numel() else []
         return _Direct(meta, flat, self.device, works)
+
+    def _receive_now(self, flat: torch.Tensor, source: int, tag: int) -> float:
+        return _wait_all([self._irecv(flat, source, tag)] if flat.numel() else [])
 
     def completed(self) -> list[Sent]:
         self.watch()
@@ -437,11 +503,11 @@ class _Threaded:
 
 
 class NcclTransport(_Distributed, StreamTransport):
-    """For a GPU a rank. Transfers have a process group of their own; values of the host go over gloo."""
+    """For a GPU a rank. Values of the host go over gloo."""
 
-    def __init__(self, device: Device) -> None:
-        super().__init__(device)
-        self._nccl = dist.new_group(backend="nccl")
+    def __init__(self, device: Device, meeting: Meeting) -> None:
+        super().__init__(device, meeting)
+        self._nccl = self._group(None, "nccl")
 
     @property
     def link_ms(self) -> float:
@@ -464,30 +530,20 @@ class NcclTransport(_Distributed, StreamTransport):
         self._nccl.recv([flat], source, 0).wait()
 
 
-def open_transport(plan: DevicePlan, device: Device, *, strict: bool = False) -> Transport:
-    """This rank's end, over the default process group; a collective call of all ranks."""
-    return NcclTransport(device) if plan.matches_by_order else GlooTransport(device, strict=strict)
+def open_transport(plan: DevicePlan, device: Device, meeting: Meeting, *, strict: bool = False) -> Transport:
+    """This rank's end; a collective call of all ranks."""
+    if plan.matches_by_order:
+        return NcclTransport(device, meeting)
+    return GlooTransport(device, meeting, strict=strict)
 
 
-def _isend(flat: torch.Tensor, to: int, tag: int) -> Any:
-    try:
-        return _group().send([flat], to, tag)
-    except RuntimeError as error:
-        raise PeerLost(f"send to rank {to} failed: {error}") from error
+def _backend_of(tensor: torch.Tensor) -> str:
+    return "gloo" if tensor.device.type == "cpu" else "nccl"
 
 
-def _irecv(flat: torch.Tensor, source: int, tag: int) -> Any:
-    try:
-        return _group().recv([flat], source, tag)
-    except RuntimeError as error:
-        raise PeerLost(f"receive from rank {source} failed: {error}") from error
-
-
-def _group() -> dist.ProcessGroup:
-    """The default group, spoken to without the detours of `dist.isend`, which double a transfer's cost."""
-    group = dist.group.WORLD
-    assert group is not None, "the workers' first job forms it"
-    return group
+def _bytes_of(value: Any) -> torch.Tensor:
+    data = cloudpickle.dumps(value)  # a named tuple may be a notebook cell's own
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _wait_all(works: list[Any]) -> float:
@@ -498,7 +554,3 @@ def _wait_all(works: list[Any]) -> float:
         except RuntimeError as error:
             raise PeerLost(f"transfer failed: {error}") from error
     return now_ms()
-
-
-def _receive_now(flat: torch.Tensor, source: int, tag: int) -> float:
-    return _wait_all([_irecv(flat, source, tag)] if flat.numel() else [])

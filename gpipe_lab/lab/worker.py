@@ -30,7 +30,7 @@ from ..engine.profile import Profile, profile_layers, recorded
 from ..engine.rank_pipeline import Layer, PipelineSpec, RankPipeline, StepRefused
 from ..engine.saving import load_state, save_state
 from ..engine.stage import Objective
-from ..engine.transport import Transport, open_transport
+from ..engine.transport import Meeting, Transport, open_transport
 from ..plan.errors import InputError
 from .board import ASK_STACK, RankBoard, main_thread_stack
 from .failures import SOCKETS_CLOSED, SOCKETS_CLOSED_CODE, Failure, Refused
@@ -58,7 +58,8 @@ class RankContext:
     """The first argument of every job: which rank this is, and what it keeps.
 
     `state` survives from job to job until the workers are replaced. `groups` holds whatever belongs to
-    the default process group, such as groups made from it, and is emptied when that is replaced.
+    the default process group, such as groups made from it, and is emptied when that is replaced. That group
+    is for programs alone: the engine's messages go over others.
     `board.mark(op)` says which operation the rank is in; `report(value)` sends the driver a message.
     `scratch` is a private folder that goes with the workers, however they end.
     """
@@ -222,16 +223,25 @@ def _pickle_result(rank: int, result: Any) -> bytes:
 
 
 def join(context: RankContext, store_path: str) -> None:
-    """The first job of every worker."""
+    """The first job of every worker: the engine's own groups, and a default one for programs."""
     take_device(context.device_plan, context.rank)
+    store = dist.FileStore(f"{store_path} of the engine", context.num_ranks)
+    context.state["meeting"] = Meeting(store, context.rank, context.num_ranks, GROUP_TIMEOUT)
+    _transport(context)
+    note_sockets()
     form_group(context, store_path)
 
 
 def form_group(context: RankContext, store_path: str) -> None:
-    """A job: give the rank a fresh default process group, ending the one it may have."""
+    """A job: give the rank a fresh default process group, ending the one it may have.
+
+    The end of a group waits for what a program has left unfinished in it, so a thread sees to that.
+    """
     context.groups.clear()
     if dist.is_initialized():
+        ended = [*dist.distributed_c10d._world.pg_map]
         dist.destroy_process_group()
+        threading.Thread(target=ended.clear, daemon=True).start()
     dist.init_process_group(
         context.device_plan.backend,
         store=dist.FileStore(store_path, context.num_ranks),
@@ -239,7 +249,6 @@ def form_group(context: RankContext, store_path: str) -> None:
         world_size=context.num_ranks,
         timeout=GROUP_TIMEOUT,
     )
-    note_sockets()
 
 
 def run_program(context: RankContext, program: Callable[..., Any], args: tuple) -> tuple[Any, bool]:
@@ -361,8 +370,10 @@ def _device(context: RankContext) -> Device:
 
 
 def _transport(context: RankContext, strict: bool = False) -> Transport:
-    """This rank's end of the engine's messages, made once for each process group."""
+    """This rank's end of the engine's messages, which lives as long as the worker."""
     key = "strict transport" if strict else "transport"
-    if key not in context.groups:
-        context.groups[key] = open_transport(context.device_plan, _device(context), strict=strict)
-    return context.groups[key]
+    if key not in context.state:
+        meeting: Meeting = context.state["meeting"]
+        mine = replace(meeting, store=dist.PrefixStore(key, meeting.store))
+        context.state[key] = open_transport(context.device_plan, _device(context), mine, strict=strict)
+    return context.state[key]

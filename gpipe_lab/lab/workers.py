@@ -171,8 +171,6 @@ def require_loopback() -> None:
         ) from error
 
 
-RENEW_LIMIT_S = 2.0
-
 OnMessage = Callable[[int, Any], None]  # rank, what the rank reported
 OnOutput = Callable[[int, str, str], None]  # rank, "stdout" or "stderr", whole lines
 
@@ -276,24 +274,21 @@ class WorkerPool:
                     self._stop_reader.recv_bytes()
 
     def _ready_workers(self) -> Workers:
-        """The workers, in a process group that nobody has used: started or renewed where need be."""
+        """The workers, started where need be, in a default process group that nobody has used."""
         workers = self._workers
-        if workers is not None and workers.intact() and self._group_is_used:
-            try:
-                self._form(workers, form_group, RENEW_LIMIT_S)
-            except TimeoutError:  # something left unfinished holds the old group
-                self.close()
-        if workers is None or self._workers is None or not workers.intact():
+        if workers is None or not workers.intact():
             self.close()
             require_loopback()
             self._workers = workers = Workers(self.device_plan)
             workers.start()
-            self._form(workers, join, None)
+            self._form_group(workers, join)
+        elif self._group_is_used:
+            self._form_group(workers, form_group)
         return workers
 
-    def _form(self, workers: Workers, job: Callable[..., None], timeout: float | None) -> None:
+    def _form_group(self, workers: Workers, job: Callable[..., None]) -> None:
         path = os.path.join(workers.rendezvous, f"group{next(_serial)}")
-        self._run(workers, pack_jobs(job, [(path,)] * self.num_ranks), timeout=timeout)
+        self._run(workers, pack_jobs(job, [(path,)] * self.num_ranks))
         self._group_is_used = False
 
     def _run(

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..engine.device import open_device, plan_devices
-from ..engine.transport import Transport, open_transport
+from ..engine.transport import Meeting, Transport, open_transport
 from ..plan.errors import require
 
 
@@ -29,8 +29,10 @@ def join(device: str, timeout_s: float) -> Iterator[tuple[str, Transport]]:
     alone: dict[str, Any] = (
         {} if started_by_torchrun else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     )
-    dist.init_process_group(plan.backend, timeout=timedelta(seconds=timeout_s), **alone)
-    transport = open_transport(plan, open_device(plan, local_rank))
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(plan.backend, timeout=timeout, **alone)
+    meeting = Meeting.of_default_group(timeout=timeout)
+    transport = open_transport(plan, open_device(plan, local_rank), meeting)
     yield plan.label, transport
     transport.close()  # after a failure the process ends anyway, and closing may wait
     dist.destroy_process_group()

@@ -14,7 +14,10 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
 
+import gpipe_lab as gl
 from gpipe_lab.lab.failures import RankFailed
 from gpipe_lab.lab.lab import Lab
 from gpipe_lab.plan.errors import InputError
@@ -82,10 +85,33 @@ def test_a_program_finds_no_message_of_an_earlier_one(lab):
             dist.recv(value, 0)
         return value.item()
 
+    pipe = lab.pipeline([nn.Linear(2, 2) for _ in range(4)])
+    weights = pipe.state_dict()
     lab.launch(leave_behind)
     begin = time.perf_counter()
     assert lab.launch(receive) == [0, 5, 0, 0]
     print(f"launch with a renewed group: {(time.perf_counter() - begin) * 1e3:.0f} ms")
+    kept = pipe.state_dict()
+    assert all(torch.equal(kept[name], value) for name, value in weights.items())
+
+
+def test_a_pipeline_steps_on_whatever_programs_do_with_their_group(lab):
+    pipe = lab.pipeline([nn.Linear(2, 2) for _ in range(4)], loss_fn=F.mse_loss)
+    x = torch.ones(4, 2)
+
+    def step():
+        pipe.zero_grad()
+        return pipe.step(gl.gpipe(4, 4), x, x, update=False).loss
+
+    def misuse(context):
+        if context.rank == 1:
+            context.state["unread"] = [dist.isend(torch.ones(1), 2, tag=tag) for tag in range(100)]
+        dist.barrier()
+
+    loss = step()
+    for program in (lambda context: dist.barrier(), misuse, lambda context: dist.destroy_process_group()):
+        lab.launch(program)
+        assert step() == loss, "the engine's messages go their own way"
 
 
 def test_a_program_may_end_the_group_itself(lab):

@@ -16,7 +16,7 @@ from hosts import PACKAGE_ROOT, two_hosts, why_not
 import gpipe_lab as gl
 from gpipe_lab.engine.device import now_ms, open_device
 from gpipe_lab.engine.saving import saves
-from gpipe_lab.engine.transport import open_transport
+from gpipe_lab.engine.transport import Meeting, open_transport
 from gpipe_lab.plan.ops import Kind, Op
 from gpipe_lab.train.clock import measure_offset
 from gpipe_lab.train.watchdog import Watchdog
@@ -236,7 +236,9 @@ def test_clocks_are_compared_within_the_bound(lab_of):
 
 def test_hosts_that_differ_are_told(lab_of):
     def check(context, value):
-        transport = open_transport(context.device_plan, open_device(context.device_plan, context.rank))
+        transport = open_transport(
+            context.device_plan, open_device(context.device_plan, context.rank), Meeting.of_default_group()
+        )
         require_same(transport, value or context.rank, "all are the same", where="here", remedy="one file")
 
     assert lab_of(3).launch(check, "same") == [None] * 3
