@@ -73,7 +73,7 @@ class Schedule:
         """The rank that runs each operation."""
         return dict(zip(self.graph.ops, self.graph.ranks, strict=True))
 
-    @property
+    @cached_property
     def kinds(self) -> frozenset[Kind]:
         """The kinds of operation there are: what is not among them need not be looked for."""
         return self.graph.kinds

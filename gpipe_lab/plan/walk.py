@@ -46,39 +46,46 @@ Row = dict[int, int]  # micro-batch -> number, of the operations of one kind, st
 class Graph:
     """The operations of a schedule by number, and what each of them waits for.
 
-    ops and ranks are columns by number; rows[rank] are the numbers of a rank in program order. The
-    schedule may be any, also one that cannot run.
+    ops, ranks, peers and awaits are columns by number; rows[rank] are the numbers of a rank in program
+    order, at[kind, stage, segment] those of a kind by micro-batch. The schedule may be any, also one that
+    cannot run.
+
+    peers: the other end of a transfer, or itself where that is missing; NONE for a computation. awaits: what
+    holds an operation up beside the one before it, a result of another rank or a receive; NONE where nothing
+    does. misplaced: (operation, what it needs) where the second comes later on the same rank; the first then
+    awaits itself, so that it never starts.
     """
 
     def __init__(self, schedule: Schedule) -> None:
         self.ops = [op for row in schedule.ops for op in row]
         self.ranks = [rank for rank, row in enumerate(schedule.ops) for _ in row]
-        self.waits = schedule.recompute_waits
-        self.per_replica = max(1, schedule.microbatches_per_replica)
         self.rows: list[range] = []
-        for row in schedule.ops:
+        for ops in schedule.ops:
             first = self.rows[-1].stop if self.rows else 0
-            self.rows.append(range(first, first + len(row)))
-        self.at: defaultdict[tuple[Kind, int, int], Row] = defaultdict(dict)
-        at = self.at
+            self.rows.append(range(first, first + len(ops)))
+        at: defaultdict[tuple[Kind, int, int], Row] = defaultdict(dict)
         for number, (kind, stage, microbatch, segment) in enumerate(self.ops):
             at[kind, stage, segment][microbatch] = number
+        self.at = dict(at)
         self.kinds = frozenset(kind for kind, _, _ in at)
+        self.recompute_waits = schedule.recompute_waits
+        self.per_replica = max(1, schedule.microbatches_per_replica)
         self._needs: dict[tuple[Kind, int, int], list[Row]] = {}
+        self.peers = self._peers()
+        self.awaits, self.misplaced = self._holds()
 
     def row(self, kind: Kind, stage: int, segment: int = 0) -> Row:
-        return self.at.get((kind, stage, segment)) or {}
+        return self.at.get((kind, stage, segment), {})
 
     def needs(self, kind: Kind, stage: int, segment: int) -> list[Row]:
         """What an operation needs of its micro-batch, a row each: the one place where this rule is written.
 
-        Where two rows are joined the later one counts. In a lowered schedule a computation needs the receive
-        that brings its input instead of the computation on the other rank. A STEP or a REDUCE needs its
-        first row for every micro-batch of its replica.
+        Where rows are joined, the later one counts. In a lowered schedule a computation needs the receive
+        that brings its input instead of the computation on the other rank.
         """
         key = kind, stage, segment
         if key not in self._needs:
-            self._needs[key] = [row for row in self._rule(*key) if row]
+            self._needs[key] = self._rule(*key)
         return self._needs[key]
 
     def _rule(self, kind: Kind, stage: int, segment: int) -> list[Row]:
@@ -92,37 +99,33 @@ class Graph:
             return [row(I, stage)]
         if kind is R:
             later = row(B, stage, segment + 1)  # the first segment alone waits for the stage's gradient
-            gradient = self.input_gradient(stage + 1) | row(RECV_B, stage) if self.waits else {}
+            gradient = self.input_gradient(stage + 1) | row(RECV_B, stage) if self.recompute_waits else {}
             return [row(F, stage), {m: number for m, number in gradient.items() if m not in later}]
         if kind is SEND_F:
             return [row(F, stage)]
         if kind is SEND_B:
             return [self.input_gradient(stage)]
-        if kind is RECV_F:
-            return [row(SEND_F, stage - 1)]
-        if kind is RECV_B:
-            return [row(SEND_B, stage + 1)]
-        finished = row(B, stage) | row(W, stage)
-        return [finished, row(REDUCE, stage)] if kind is STEP else [finished]
+        return [row(SEND_F, stage - 1) if kind is RECV_F else row(SEND_B, stage + 1)]
 
     def input_gradient(self, stage: int) -> Row:
         """What yields the gradient of a stage's input: I where split, else the last B to run."""
         return self.row(B, stage) | self.row(I, stage)
 
     def needed(self, op: Op) -> list[int]:
-        """The numbers of what must have finished before `op` can start, as far as it is there."""
-        kind, stage, microbatch, segment = op
-        rows = self.needs(kind, stage, segment)
-        found = [row[microbatch] for row in rows if microbatch in row]
-        if kind not in ONCE_A_STEP or not rows:
-            return found
-        first = microbatch - microbatch % self.per_replica
-        finished = [rows[0].get(m, NONE) for m in range(first, first + self.per_replica)]
-        return [number for number in finished if number != NONE] + found[1:]
+        """The numbers of what must have finished before `op` can start, as far as it is there.
 
-    @cached_property
-    def peers(self) -> list[int]:
-        """The other end of every transfer, or itself where that is missing; NONE for what is no transfer."""
+        A stage's REDUCE and STEP need the last part of the backward of every micro-batch of their replica.
+        """
+        kind, stage, microbatch, segment = op
+        if kind not in ONCE_A_STEP:
+            return [row[microbatch] for row in self.needs(kind, stage, segment) if microbatch in row]
+        finished = self.row(B, stage) | self.row(W, stage)
+        first = microbatch - microbatch % self.per_replica
+        found = [finished[m] for m in range(first, first + self.per_replica) if m in finished]
+        summed = self.row(REDUCE, stage) if kind is STEP else {}
+        return found + [summed[m] for m in (microbatch,) if m in summed]
+
+    def _peers(self) -> list[int]:
         peers = [NONE] * len(self.ops)
         transfers = [(key, row) for key, row in self.at.items() if key[0] in TRANSFERS]
         for _, row in transfers:
@@ -135,20 +138,6 @@ class Graph:
                     peers[receive], peers[send] = send, receive
         return peers
 
-    @cached_property
-    def misplaced(self) -> list[tuple[int, int]]:
-        """(operation, what it needs) where the second comes later on the same rank."""
-        return self._holds[1]
-
-    @cached_property
-    def awaits(self) -> list[int]:
-        """What holds each operation up beside the one before it: a result of another rank, or a receive.
-
-        NONE where nothing does. What comes before its own need waits for itself: it never starts.
-        """
-        return self._holds[0]
-
-    @cached_property
     def _holds(self) -> tuple[list[int], list[tuple[int, int]]]:
         ranks, peers = self.ranks, self.peers
         awaits = [NONE] * len(self.ops)
@@ -158,7 +147,7 @@ class Graph:
                 for number in row.values():
                     misplaced += [(number, need) for need in self.needed(self.ops[number]) if need > number]
             elif kind not in RECEIVES:  # a receive and its send start together
-                for needed in self.needs(kind, stage, segment):
+                for needed in filter(None, self.needs(kind, stage, segment)):
                     for microbatch, number in row.items():
                         need = needed.get(microbatch, NONE)
                         if need == NONE:

@@ -11,7 +11,6 @@ from plan_oracle import allowed, laid_out, loop, random_schedule, v_shape
 
 import gpipe_lab as gl
 from gpipe_lab import Costs
-from gpipe_lab.plan.ops import COMPUTE
 from gpipe_lab.plan.trace import Trace
 from gpipe_lab.plan.walk import walk
 
@@ -121,18 +120,23 @@ def fastest(action, times=5):
     return min(seconds() for _ in range(times))
 
 
+def loop_of(size):
+    """A sum and a maximum for each of so many operations."""
+    numbers = [0.5] * size
+
+    def run():
+        total = 0.0
+        for number in numbers:
+            total = max(total, number) + number
+
+    return run
+
+
 @pytest.mark.alone
 @pytest.mark.parametrize("name", ["gpipe", "one_f_one_b", "interleaved", "zero_bubble_h1"])
 def test_an_operation_is_laid_out_in_the_time_of_a_few_sums(name):
     """About 4 times a sum and a maximum in a loop; a million operations a second allow about 12."""
     schedule = gl.SCHEDULES[name](16, 64)
-    size = sum(op.kind in COMPUTE for row in schedule.ops for op in row)
-    numbers = [0.5] * size
-
-    def loop_alone():
-        total = 0.0
-        for number in numbers:
-            total = max(total, number) + number
 
     def simulated():
         for scale in (1.0, 2.0):
@@ -140,4 +144,20 @@ def test_an_operation_is_laid_out_in_the_time_of_a_few_sums(name):
             assert trace.makespan_ms > 0 and 0 < trace.bubble_fraction < 1
 
     simulated()  # works out what is kept with the schedule
-    assert fastest(simulated) / 2 < 12 * fastest(loop_alone)
+    assert fastest(simulated) / 2 < 12 * fastest(loop_of(len(schedule.rank_of)))
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("name", ["one_f_one_b", "interleaved"])
+def test_a_schedule_is_checked_lowered_and_simulated_for_the_first_time_as_quickly(name):
+    """About 35 times a sum and a maximum in a loop; a quarter of a million operations a second allow 48."""
+    schedules = [gl.SCHEDULES[name](16, 128) for _ in range(5)]
+    size = sum(map(len, schedules[0].ops))
+
+    def seen_first():
+        schedule = schedules.pop()
+        gl.validate(schedule)
+        gl.lower(schedule)
+        assert gl.simulate(schedule).makespan_ms > 0
+
+    assert fastest(seen_first) < 48 * fastest(loop_of(size))
