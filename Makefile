@@ -12,6 +12,9 @@ UV ?= $(shell command -v uv 2>/dev/null)
 # In a container one is often root, which Jupyter wants to be told.
 JUPYTER_FLAGS ?= $(if $(filter 0,$(shell id -u)),--allow-root)
 
+# Every process compiles what it imports where bytecode is not kept: the package, its tests, and what uv installs.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: lab test slow course book bench lint clean
 
 lab: $(READY)
@@ -19,12 +22,13 @@ lab: $(READY)
 
 # What holds a time runs alone; the rest, tests and chapters, often waits and runs three at a time.
 test: $(READY)
-	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "not slow and not alone" tests
-	$(BIN)/python -m pytest -q -m "alone and not slow" tests
+	$(BIN)/python -m pytest -q -p no:nbmake -n 3 --dist loadfile --no-loadscope-reorder -m "not slow and not alone" tests
+	$(BIN)/python -m pytest -q -p no:nbmake -m "alone and not slow" tests
 	$(BIN)/python -m pytest -q -n 3 --maxschedchunk 1 --nbmake --nbmake-timeout=300 notebooks
 
 slow: $(READY)
-	$(BIN)/python -m pytest -q -m slow
+	$(BIN)/python -m pytest -q -p no:nbmake -n 2 --dist loadfile -m slow --ignore tests/browser tests
+	$(BIN)/python -m pytest -q -m slow tests/browser
 
 course: $(READY)
 	$(BIN)/python -m gpipe_lab.course.publish notebooks/*.ipynb
