@@ -123,11 +123,24 @@ def test_a_hanging_rank_is_found_by_the_watchdog_with_its_stack(lab, rank, in_ba
     lab.watchdog_s = 120
 
 
+def test_a_hang_in_one_replica_is_not_blamed_on_another_that_waits_to_add_up(lab_of):
+    """Two replicas of two ranks: those of the first have done all, and wait for the second's gradients."""
+    lab, (x, y) = lab_of(4), make_batch()
+    model = make_model(0, "hang", 2, num_stages=2)  # micro-batch 2 is the second replica's first
+    lab.watchdog_s = 0.6
+    with pytest.raises(gl.RankFailed, match="hangs") as caught:
+        lab.run(gl.gpipe(2, 2), model, x, y, loss_fn=F.mse_loss, num_replicas=2, warmup=False)
+    assert caught.value.rank == 2
+    assert caught.value.op == gl.Op(gl.Kind.F, 0, 2)
+
+
 def test_the_watchdog_leaves_a_slow_run_alone(lab):
     x, y = make_batch()
     lab.watchdog_s = 0.5
     pace = gl.Pace(forward_ms=100, backward_ms=200)  # longer than the limit in all, not between operations
-    assert lab.run(gl.gpipe(3, 4), make_model(None), x, y, loss_fn=F.mse_loss, pace=pace).loss > 0
+    assert (
+        lab.run(gl.gpipe(3, 4), make_model(None), x, y, loss_fn=F.mse_loss, pace=pace, warmup=False).loss > 0
+    )
     lab.watchdog_s = 120
 
 

@@ -20,7 +20,7 @@ class Layer(torch.nn.Module):                      # defined in a cell
 model = [Layer() for _ in range(4)]
 x = torch.randn(8, 8)
 lab = gl.Lab(4, device="cpu")
-def run(pace=None, lab=lab): return lab.run(gl.gpipe(4, 4), model, x, x, loss_fn=F.mse_loss, pace=pace)
+def run(pace=None, lab=lab): return lab.run(gl.gpipe(4, 4), model, x, x, loss_fn=F.mse_loss, pace=pace, warmup=False)
 print("loss", run().loss)
 """
 LONG = "run(gl.Pace(forward_ms=2000, backward_ms=2000))"
@@ -142,8 +142,8 @@ def mine(num_ranks, num_microbatches):
     rows = [[gl.Op(kind, stage, m) for kind in (gl.Kind.F, gl.Kind.B) for m in range(num_microbatches)]
             for stage in range(num_ranks)]
     return gl.Schedule("mine", num_microbatches, tuple(range(num_ranks)), tuple(map(tuple, rows)))
-by_function = lab.run(mine, model, x, x, loss_fn=F.mse_loss, num_microbatches=4)
-by_value = lab.run(mine(4, 4), model, x, x, loss_fn=F.mse_loss)
+by_function = lab.run(mine, model, x, x, loss_fn=F.mse_loss, num_microbatches=4, warmup=False)
+by_value = lab.run(mine(4, 4), model, x, x, loss_fn=F.mse_loss, warmup=False)
 print(by_function.loss == by_value.loss, by_function.trace.schedule == by_value.trace.schedule)
 print(all(torch.equal(g, by_value.gradients()[n]) for n, g in by_function.gradients().items()))
 """

@@ -125,6 +125,12 @@ def test_torch_is_left_to_the_engine_and_the_lab():
             assert not any(module.split(".")[0] == "torch" for module in at_once), name
 
 
+def test_the_forkserver_is_started_before_torch_is_imported():
+    """It imports torch while the driver does, and a first lab waits for one of them, not for both in turn."""
+    code = "import sys; import gpipe_lab.lab.forkserver; print('torch' in sys.modules)"
+    assert python(code).split() == ["False"]
+
+
 def knows_cuda(tree: ast.AST) -> Iterator[str]:
     """What in a module goes by CUDA: torch's module of that name, a tensor's flag, or the word as a value."""
     docstrings = {
