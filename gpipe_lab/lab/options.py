@@ -6,6 +6,7 @@ import difflib
 import functools
 import inspect
 import math
+import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
@@ -189,11 +190,17 @@ def takes(*kinds: type, without: Collection[str] = ()) -> Callable[[_F], _F]:
             return function(*args, **given)
 
         vars(checked)["__signature__"] = own.replace(parameters=[*first, *keywords])
-        about = "\n\n".join(inspect.cleandoc(kind.__doc__ or "") for kind in kinds)
-        checked.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\n{about}"
+        about = [_described(kind, without) for kind in kinds]
+        checked.__doc__ = "\n\n".join([inspect.cleandoc(function.__doc__ or ""), *about])
         return checked  # type: ignore[return-value]
 
     return decorate
+
+
+def _described(kind: type, without: Collection[str]) -> str:
+    """What a dataclass's docstring says of its fields, but for some; each begins a line with its name."""
+    entries = re.split(r"\n(?=\w+[:(])", inspect.cleandoc(kind.__doc__ or ""))
+    return "\n".join(e for e in entries if re.split(r"\W", e, maxsplit=1)[0] not in without)
 
 
 def choose(kind: type[Any], given: dict[str, Any]) -> Any:

@@ -210,6 +210,7 @@ def test_options_are_keywords_of_the_functions_that_take_them():
     assert {"optimizer", "stage_to_rank"} < set(inspect.signature(gl.Lab.pipeline).parameters)
     for name, parameter in shown.items():
         assert parameter.kind.name != "KEYWORD_ONLY" or f"{name}" in gl.Lab.run.__doc__
+    assert "optimizer" not in gl.Lab.run.__doc__ and "optimizer: a" in gl.Lab.pipeline.__doc__
 
 
 def test_a_misspelt_option_is_refused_before_anything_runs():
