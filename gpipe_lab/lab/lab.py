@@ -16,6 +16,7 @@ from ..engine.loss import LossFn
 from ..engine.profile import CRITERIA, Profile
 from ..plan.errors import require, require_count
 from ..plan.schedule import Schedule
+from ..plan.schedules import replicate
 from ..plan.units import parse_bytes
 from .failures import raise_refusals
 from .forkserver import start_forkserver
@@ -141,8 +142,10 @@ class Lab:
             found = self.profile(model, microbatch, seed=of_model.seed)
             sizes = found.sizes(schedule.num_stages, str(of_model.partition), schedule=schedule)
             of_model = replace(of_model, partition=sizes)
+        schedule = replicate(schedule, num_replicas)
         place = getattr(schedule, "stage_to_rank", (0,))
-        pipe = Pipeline(self, model, replace(of_model, stage_to_rank=place))
+        num_replicas = getattr(schedule, "num_replicas", 1)  # it may have been given with some
+        pipe = Pipeline(self, model, replace(of_model, stage_to_rank=place, num_replicas=num_replicas))
         return pipe.run_once(schedule, inputs, targets, how, warmup=warmup, repeats=repeats)
 
     def profile(

@@ -113,7 +113,7 @@ class Pipeline:
             where="Pipeline.step",
             remedy="pipe.evaluate(inputs, targets)",
         )
-        step = self._prepare(schedule, inputs, targets, how)
+        step = self._prepare(replicate(schedule, self.num_replicas), inputs, targets, how)
         results = self._each([(worker.step, job, update, how.strict) for job in step.jobs])
         self._steps += 1
         run = replace(self._assemble(step, results, how), grad_norm=results[0][2])
@@ -317,7 +317,7 @@ class Pipeline:
     ) -> PreparedStep:
         options = self.options
         return prepare_step(
-            replicate(schedule, options.num_replicas),
+            schedule,
             inputs,
             targets,
             num_ranks=self.lab.num_ranks,
@@ -347,7 +347,8 @@ class Pipeline:
         )
 
     def _forward(self, inputs: Tree, targets: Tree | None, num_microbatches: int) -> Run:
-        schedule = forward_only(self.num_stages, num_microbatches, stage_to_rank=self.stage_to_rank)
+        forwards = forward_only(self.num_stages, num_microbatches, stage_to_rank=self.stage_to_rank)
+        schedule = replicate(forwards, self.num_replicas)
         how = StepOptions()
         step = self._prepare(schedule, inputs, targets, how, training=False)
         replies = self._each([(worker.step, job, False, False) for job in step.jobs])

@@ -67,6 +67,15 @@ def test_bytes_and_events_of_the_sums(lab_of):
     assert {e.op.microbatch for e in run.trace.computations if e.rank >= 2} == {2, 3}
 
 
+def test_a_schedule_of_replicas_runs_as_it_is(lab_of):
+    model, batch = make_model(), make_batch(8)
+    given = gl.replicate(gl.gpipe(2, 2), 2)
+    by_value = lab_of(4).run(given, model, *batch, loss_fn=F.mse_loss, warmup=False)
+    loss, reference = whole_batch(model, *batch)
+    assert by_value.loss == pytest.approx(loss, rel=1e-12)
+    assert distance(by_value.gradients(), reference) <= 1e-12
+
+
 def test_two_replicas_draw_the_masks_of_one_pipeline(lab_of):
     model = make_model(dropout=0.5)
     x, y = make_batch(12)
