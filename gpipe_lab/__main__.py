@@ -1,7 +1,9 @@
-"""python -m gpipe_lab show: a schedule, checked, simulated and drawn, from torch's CSV or by name.
+"""python -m gpipe_lab show: a schedule, checked, simulated and drawn, from torch's CSV or by name;
+python -m gpipe_lab check: whether the engine keeps its promises on this machine.
 
 python -m gpipe_lab show schedule.csv
 python -m gpipe_lab show gpipe 4 8 --svg -o gpipe.svg
+python -m gpipe_lab check --out check.json
 """
 
 from __future__ import annotations
@@ -27,8 +29,22 @@ ENDINGS = {".txt": "text", ".svg": "svg", ".png": "png"}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0 for a schedule that can run, 1 for one that cannot; 2 where the command itself cannot be followed."""
+    """0 for a schedule that can run and a machine on which all holds, else 1; 2 for a command that cannot be
+    followed."""
     given = _parser().parse_args(arguments)
+    return given.run(given)
+
+
+def _check(given: argparse.Namespace) -> int:
+    from .tools.check import check
+
+    if not given.out.parent.is_dir():
+        print(f"no folder {str(given.out.parent)!r} to write {given.out.name} into", file=sys.stderr)
+        return USAGE
+    return check(given.out, short=given.short, sanitize=given.sanitize)
+
+
+def _show(given: argparse.Namespace) -> int:
     try:
         kind = _kind(given.kind, given.out)
         costs = _usable(lambda: Costs(forward=given.forward, backward=given.backward))
@@ -119,8 +135,15 @@ def _maker(source: str, numbers: list[int]) -> Callable[[], Schedule]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m gpipe_lab", description="look at a pipeline schedule")
-    show = parser.add_subparsers(required=True).add_parser("show", help="check, simulate and draw a schedule")
+    parser = argparse.ArgumentParser(prog="python -m gpipe_lab", description="a schedule, or this machine")
+    commands = parser.add_subparsers(required=True)
+    check = commands.add_parser("check", help="whether the engine keeps its promises on this machine")
+    check.set_defaults(run=_check)
+    check.add_argument("-o", "--out", type=Path, default=Path("gpipe_lab_check.json"), help="the record")
+    check.add_argument("--short", action="store_true", help="fewer settings of each part")
+    check.add_argument("--sanitize", action="store_true", help="under torch's CUDA sanitizer, which is slow")
+    show = commands.add_parser("show", help="check, simulate and draw a schedule")
+    show.set_defaults(run=_show)
     show.add_argument("source", help=f"a CSV file as torch writes it, or one of {', '.join(SCHEDULES)}")
     show.add_argument("numbers", nargs="*", type=int, help="for a name: P and M, and for interleaved chunks")
     kinds = show.add_mutually_exclusive_group()

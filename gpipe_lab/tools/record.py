@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
-import pandas
 import torch
 
 OURS, TORCH, PACED = "gpipe_lab", "torch", ", paced"
@@ -44,12 +43,16 @@ def origin() -> str:
 
 def write(figures: Iterable[Figure], path: Path) -> None:
     """As CSV, its origin in the first line."""
+    import pandas
+
     table = pandas.DataFrame([asdict(f) for f in figures])
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"# {origin()}\n" + table.to_csv(index=False, float_format="%.4f"), encoding="utf-8")
 
 
 def read(path: Path) -> list[Figure]:
+    import pandas
+
     table = pandas.read_csv(path, comment="#")
     return [Figure(*row) for row in table.itertuples(index=False)]
 

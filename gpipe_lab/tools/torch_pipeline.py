@@ -21,7 +21,7 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
-from ..engine.device import now_ms
+from ..engine.device import now_ms, open_device
 from ..engine.ledger import Ledger
 from ..engine.pace import Pace
 from ..lab.lab import Lab
@@ -45,8 +45,10 @@ TORCH_SCHEDULES: dict[str, Any] = {
 class TimedTorchStage(PipelineStage):
     """torch's stage, its operations timed and, with a pace, held as this engine holds its own."""
 
-    def __init__(self, module: nn.Module, index: int, num_stages: int, pace: Pace | None) -> None:
-        super().__init__(module, index, num_stages, torch.device("cpu"))
+    def __init__(
+        self, module: nn.Module, index: int, num_stages: int, device: torch.device, pace: Pace | None
+    ) -> None:
+        super().__init__(module.to(device), index, num_stages, device)
         self.pace = pace
         self.times: list[Timed] = []
 
@@ -88,9 +90,10 @@ class _Rank:
         pace: Pace | None,
     ) -> None:
         self.rank = context.rank
+        self.device = open_device(context.device_plan, context.rank)
         self.home = stage_to_rank
         self.stages = [
-            TimedTorchStage(stage, index, len(stages), pace)
+            TimedTorchStage(stage, index, len(stages), self.device.torch_device, pace)
             for index, stage in enumerate(stages)
             if self.home[index] == self.rank
         ]
@@ -103,6 +106,7 @@ class _Rank:
         for stage in self.stages:  # a training step starts without gradients, here as there
             stage.submod.zero_grad()
             stage.times.clear()
+        x = self.device.place(x)
         args = (x,) if self.rank == 0 else ()
         target = x if self.rank == self.home[-1] else None
         ledger = Ledger(self.rank)
@@ -111,8 +115,12 @@ class _Rank:
         dist.barrier()
         with ledger.saving("saved"):
             self.schedule.step(*args, target=target)
-        times = [timed for stage in self.stages for timed in stage.times]
-        return sorted(times, key=lambda timed: timed[1]), ledger.highest - weights
+        self.device.finish()
+        times = sorted((timed for stage in self.stages for timed in stage.times), key=lambda timed: timed[1])
+        if self.device.torch_device.type != "cpu":  # operations were only launched: the last ends the step
+            op, start_ms, _ = times.pop()
+            times.append((op, start_ms, now_ms()))
+        return times, ledger.highest - weights
 
 
 def _set_up(context: RankContext, *args: Any) -> None:
