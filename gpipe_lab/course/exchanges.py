@@ -29,8 +29,9 @@ def play(lab: Lab, schedule: Schedule, *, hangs_after_s: float = HANGS_AFTER_S) 
 def play_rank(context: RankContext, schedule: Schedule) -> Received:
     """A job: this rank's row of the schedule."""
     from ..engine.device import CpuDevice
+    from ..engine.distributed import GlooTransport, Meeting
     from ..engine.messages import pack
-    from ..engine.transport import GlooTransport, Incoming, Meeting
+    from ..engine.transport import Incoming
 
     transport = GlooTransport(CpuDevice(), Meeting.of_default_group(), strict=True)
     incoming: dict[Op, Incoming] = {}

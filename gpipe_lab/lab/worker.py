@@ -24,13 +24,14 @@ import torch.distributed as dist
 
 from ..engine.batch import Tree
 from ..engine.device import Device, DevicePlan, open_device, take_device
+from ..engine.distributed import Meeting, open_transport
 from ..engine.executor import RankResult, StepJob
 from ..engine.loss import LossFn
 from ..engine.profile import Profile, profile_layers, recorded
 from ..engine.rank_pipeline import Layer, PipelineSpec, RankPipeline, StepRefused
 from ..engine.saving import load_state, save_state
 from ..engine.stage import Objective
-from ..engine.transport import Meeting, Transport, open_transport
+from ..engine.transport import Transport
 from ..plan.errors import InputError
 from .board import ASK_STACK, RankBoard, main_thread_stack
 from .failures import SOCKETS_CLOSED, SOCKETS_CLOSED_CODE, Failure, Refused

@@ -11,7 +11,8 @@ from typing import Any
 import torch.distributed as dist
 
 from ..engine.device import open_device, plan_devices
-from ..engine.transport import Meeting, Transport, open_transport
+from ..engine.distributed import Meeting, open_transport
+from ..engine.transport import Transport
 from ..plan.errors import require
 
 

@@ -8,12 +8,14 @@ from torch import nn
 
 import gpipe_lab as gl
 from gpipe_lab.engine.device import CpuDevice
+from gpipe_lab.engine.distributed import NcclTransport
+from gpipe_lab.engine.emulated import BrokenRule, EmulatedDevice
 from gpipe_lab.engine.executor import Step
-from gpipe_lab.engine.loopback import BrokenRule, EmulatedDevice, Hang, LoopbackTransport, Whereabouts
+from gpipe_lab.engine.loopback import Hang, LoopbackTransport, Whereabouts
 from gpipe_lab.engine.mailbox import Mailbox
 from gpipe_lab.engine.profile import profile_layers
 from gpipe_lab.engine.stage import Objective
-from gpipe_lab.engine.transport import NcclTransport, StreamTransport, _OnStream
+from gpipe_lab.engine.transport import StreamTransport, _OnStream
 from gpipe_lab.plan.lowering import as_written
 from gpipe_lab.plan.ops import RECEIVES
 from gpipe_lab.plan.schedules import replicate
