@@ -98,6 +98,16 @@ def test_clipping_uses_the_norm_over_all_stages_and_schedulers_step(lab_of):
     assert runs[0].grad_norm > 0.01
 
 
+def test_gradients_below_the_limit_are_left_as_they_are(lab_of):
+    plain, clipped = (
+        lab_of(2).pipeline(make_model(), loss_fn=F.mse_loss, optimizer=SGD, max_norm=max_norm)
+        for max_norm in (None, 1e6)
+    )
+    for pipe in (plain, clipped):
+        pipe.step(gl.gpipe(2, 3), *make_batch())
+    assert all(torch.equal(plain.state_dict()[name], value) for name, value in clipped.state_dict().items())
+
+
 def test_a_scheduler_moves_by_epoch_where_that_is_asked_for(lab_of):
     lr = torch.optim.lr_scheduler
     halve = functools.partial(lr.StepLR, step_size=1, gamma=0.5)

@@ -72,6 +72,7 @@ def test_links_carry_what_the_formulas_say():
     heaviest = max(row.bytes["gradients"] for row in (plan.memory.moments(r)[0] for r in range(4)))
     assert plan.link_bytes["data"] == heaviest  # 2(D-1)/D of it, D = 2
     assert plan.reduce_ms == pytest.approx(heaviest / 1e6)  # 8 devices in nodes of 4: 1 GB/s
+    assert plan.step_ms == plan.trace.makespan_ms + plan.reduce_ms
     assert plan.link_bytes["tensor"] == 0
     shared = gl.estimate(SMALL, CARD, num_stages=1, num_microbatches=2, tensor_parallel=4)
     assert shared.link_bytes == {"pipeline": 0, "data": 0, "tensor": 0} | {
