@@ -33,10 +33,24 @@ def join(device: str, timeout_s: float) -> Iterator[tuple[str, Transport]]:
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(plan.backend, timeout=timeout, **alone)
     meeting = Meeting.of_default_group(timeout=timeout)
+    require_same_devices(meeting, plan.kind)
     transport = open_transport(plan, open_device(plan, local_rank), meeting)
     yield plan.label, transport
     transport.close()  # after a failure the process ends anyway, and closing may wait
     dist.destroy_process_group()
+
+
+def require_same_devices(meeting: Meeting, kind: str) -> None:
+    """Raise `InputError` on every rank, before a link opens, unless all hosts have one kind of devices."""
+    meeting.store.set(f"devices of rank {meeting.rank}", kind)
+    kinds = [meeting.store.get(f"devices of rank {rank}").decode() for rank in range(meeting.num_ranks)]
+    require(
+        len(set(kinds)) == 1,
+        "all hosts have one kind of devices: both ends of a link speak the same way",
+        got=", ".join(f"{each} on rank {rank}" for rank, each in enumerate(kinds)),
+        where="[pipeline] device",
+        remedy='device = "cpu", or a GPU for each rank on every host',
+    )
 
 
 def require_same(transport: Transport, value: Any, rule: str, *, where: str, remedy: str) -> None:

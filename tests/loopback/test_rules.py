@@ -17,7 +17,7 @@ from gpipe_lab.engine.profile import profile_layers
 from gpipe_lab.engine.stage import Objective
 from gpipe_lab.engine.transport import StreamTransport, _OnStream
 from gpipe_lab.plan.lowering import as_written
-from gpipe_lab.plan.ops import RECEIVES
+from gpipe_lab.plan.ops import RECEIVES, Kind
 from gpipe_lab.plan.schedules import replicate
 from tests.comparing import distance, whole_batch
 
@@ -425,3 +425,13 @@ def test_a_profile_places_target_and_loss():
     assert len(found.layers) == 2
     assert any(tree is x for tree in placed) and any(tree is y for tree in placed)
     assert moved == [device.torch_device]
+
+
+def test_a_rank_that_sums_is_one_that_waits(monkeypatch):
+    """So that the watchdog blames the rank that the others wait for."""
+    marks = []
+    monkeypatch.setattr(Whereabouts, "mark", lambda self, op, *, waits=False: marks.append((op.kind, waits)))
+    x, y = make_batch()
+    run(gl.gpipe(2, 2), make_model(), x, y, num_replicas=2)
+    sums = [waits for kind, waits in marks if kind is Kind.REDUCE]
+    assert sums and all(sums)

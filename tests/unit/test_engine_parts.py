@@ -5,14 +5,17 @@ from collections import namedtuple
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import gpipe_lab as gl
 from gpipe_lab.engine import models as corpus_module
 from gpipe_lab.engine.batch import flatten, merge, microbatch_sizes, signature, split, unflatten
 from gpipe_lab.engine.device import CpuDevice
+from gpipe_lab.engine.distributed import Meeting
 from gpipe_lab.engine.executor import segment_layers
 from gpipe_lab.engine.layer_state import layer_seed
 from gpipe_lab.engine.ledger import Ledger, OutOfMemory
@@ -23,6 +26,7 @@ from gpipe_lab.engine.transport import tag_of
 from gpipe_lab.plan.lowering import lower
 from gpipe_lab.plan.ops import TRANSFERS, Kind, Op, peer
 from gpipe_lab.plan.schedules import one_f_one_b
+from gpipe_lab.train.world import require_same_devices
 
 Pair = namedtuple("Pair", "left right")
 
@@ -310,3 +314,12 @@ def test_of_repeated_runs_the_one_with_the_median_makespan_is_shown():
     chosen = middle([run(forward) for forward in (9.0, 1.0, 4.0, 2.0, 3.0)])
     assert chosen.trace == run(3.0).trace
     assert chosen.makespans_ms == tuple(run(f).trace.makespan_ms for f in (9.0, 1.0, 4.0, 2.0, 3.0))
+
+
+def test_hosts_with_other_devices_are_refused_before_a_link_opens():
+    store = dist.HashStore()
+    store.set("devices of rank 1", "cpu")
+    require_same_devices(Meeting(store, 0, 2), "cpu")
+    store.set("devices of rank 1", "cuda")
+    with pytest.raises(gl.InputError, match="cpu on rank 0, cuda on rank 1"):
+        require_same_devices(Meeting(store, 0, 2), "cpu")
