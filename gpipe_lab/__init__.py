@@ -5,6 +5,7 @@ Importing the package is fast: what needs torch, matplotlib or ipywidgets is imp
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -99,6 +100,20 @@ _LAZY: dict[str, str] = {
 for _function in (validate, lower, with_recompute, peak_in_flight, to_csv):
     setattr(Schedule, _function.__name__, _function)
 setattr(Trace, critical_path.__name__, critical_path)
+
+
+def _drawn_by(function: str) -> Callable[..., Any]:
+    """The method `plot` of what `gl.function` draws; matplotlib is imported when a picture is wanted."""
+
+    def plot(self: Any, *args: Any, **options: Any) -> Any:
+        return __getattr__(function)(self, *args, **options)
+
+    plot.__doc__ = f"Its picture; arguments are those of `gl.{function}`."
+    return plot
+
+
+for _class, _drawer in ((Schedule, "plot_schedule"), (Trace, "plot_trace"), (MemoryReport, "plot_memory")):
+    setattr(_class, "plot", _drawn_by(_drawer))  # noqa: B010 (not known to the class itself)
 
 
 def __getattr__(name: str) -> Any:

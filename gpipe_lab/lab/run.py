@@ -89,6 +89,10 @@ class Run:
     _gradients: dict[str, torch.Tensor] | None = field(default=None, repr=False)
     _outputs: dict[int, Tree] = field(default_factory=dict, repr=False)
 
+    def plot(self, **options: Any) -> Any:
+        """The Gantt chart of the run, its memory on the same time axis; options are `gl.plot_trace`'s."""
+        return self.trace.plot(self.memory, **options)
+
     def gradients(self) -> dict[str, torch.Tensor]:
         """Whole-model parameter names to gradients, on the CPU."""
         require(

@@ -17,6 +17,7 @@ from matplotlib.patches import PathPatch, Rectangle
 from PIL import Image
 
 import gpipe_lab as gl
+from gpipe_lab.lab.run import Run
 from gpipe_lab.plan import formulas
 from gpipe_lab.plan.ops import Kind, Op
 from gpipe_lab.plan.trace import MEASURED, PACED
@@ -438,3 +439,14 @@ def test_a_schedule_in_the_place_of_its_trace_is_refused_with_what_draws_it():
     with pytest.raises(gl.InputError, match="a trace, simulated or measured") as caught:
         gl.plot_trace(gl.gpipe(2, 2))
     assert "gl.plot_schedule(schedule)" in caught.value.remedy
+
+
+def test_pictures_are_methods_of_what_they_show():
+    schedule = gl.gpipe(2, 2)
+    trace = gl.simulate(schedule, COSTS)
+    memory = memory_of(trace)
+    assert schedule.plot().alt == gl.plot_schedule(schedule).alt
+    assert trace.plot(memory=memory).alt == gl.plot_trace(trace, memory).alt
+    assert memory.plot().alt == gl.plot_memory(memory).alt
+    run = Run(loss=0.0, trace=trace, memory=memory, bytes_sent={}, makespans_ms=(1.0,))
+    assert run.plot(title="mine").alt == gl.plot_trace(trace, memory, title="mine").alt
