@@ -65,7 +65,7 @@ FAULTS = (
         "plan/schedules.py",
         'oldest = next(op for op in put_off if letter == "*" or op.stage == stage)',
         'oldest = next(op for op in put_off[::-1] if letter == "*" or op.stage == stage)',
-        "unit/test_zero_bubble.py",
+        "unit/test_schedules.py",
     ),
     Fault(
         "with replicas, only the last of them spares its last micro-batch",

@@ -1,4 +1,4 @@
-"""What crosses from stage to stage may change with the data, and a step that breaks a rule leaves no trace."""
+"""What crosses between stages may change with the data, and a step that breaks a rule leaves no trace."""
 
 import functools
 

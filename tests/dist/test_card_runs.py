@@ -2,10 +2,10 @@
 
 import pytest
 
-from tests.mutants import MUTANTS
 from gpipe_lab import check
 from gpipe_lab.course.exercises import card_runs, ch06
 from gpipe_lab.course.exercises.card_runs import TASKS, does_not_fit
+from tests.mutants import MUTANTS
 
 pytestmark = pytest.mark.dist
 

@@ -1,4 +1,4 @@
-"""What is rare in a model and must be right all the same: backwards that cannot be split, absent gradients."""
+"""What is rare in a model and must be right all the same: backwards that are not split, absent gradients."""
 
 import copy
 import dataclasses

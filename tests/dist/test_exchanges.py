@@ -7,14 +7,13 @@ from dataclasses import replace
 import pytest
 
 import gpipe_lab as gl
-from tests.mutants import MUTANTS
 from gpipe_lab import check
 from gpipe_lab.course.exchanges import play
 from gpipe_lab.course.exercises import find
 from gpipe_lab.course.exercises.ch08 import EXCHANGES, it_really_ends
 from gpipe_lab.plan.lowering import as_written, hangs
-from gpipe_lab.plan.ops import SENDS, Kind, Op
-from gpipe_lab.plan.ops import peer
+from gpipe_lab.plan.ops import SENDS, Kind, Op, peer
+from tests.mutants import MUTANTS
 
 pytestmark = pytest.mark.dist
 

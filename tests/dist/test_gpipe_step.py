@@ -8,13 +8,13 @@ from functools import partial
 import pytest
 import torch
 
-from tests.mutants import MUTANTS
 from gpipe_lab import check
 from gpipe_lab.course.exercise import source_of
 from gpipe_lab.course.exercises import all_exercises, step_on_ranks
 from gpipe_lab.course.exercises.ch03_step import GPIPE_STEP, variant
 from gpipe_lab.course.exercises.step_on_ranks import WIDTH, build_batch, build_stage, reference
 from gpipe_lab.lab.lab import Lab
+from tests.mutants import MUTANTS
 
 pytestmark = pytest.mark.dist
 

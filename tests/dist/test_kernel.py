@@ -20,7 +20,8 @@ class Layer(torch.nn.Module):                      # defined in a cell
 model = [Layer() for _ in range(4)]
 x = torch.randn(8, 8)
 lab = gl.Lab(4, device="cpu")
-def run(pace=None, lab=lab): return lab.run(gl.gpipe(4, 4), model, x, x, loss_fn=F.mse_loss, pace=pace, warmup=False)
+def run(pace=None, lab=lab):
+    return lab.run(gl.gpipe(4, 4), model, x, x, loss_fn=F.mse_loss, pace=pace, warmup=False)
 print("loss", run().loss)
 """
 LONG = "run(gl.Pace(forward_ms=2000, backward_ms=2000))"

@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gpipe_lab as gl
-from gpipe_lab.plan.ops import COMPUTE, RECEIVES, SENDS
-from gpipe_lab.plan.ops import peer
+from gpipe_lab.plan.ops import COMPUTE, RECEIVES, SENDS, peer
 
 SCHEDULES = {
     "naive": gl.naive,

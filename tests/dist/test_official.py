@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 import gpipe_lab as gl
-from tests.mutants import MUTANTS
 from gpipe_lab import check
 from gpipe_lab.course.exercises.ch09 import PORT
 from gpipe_lab.course.official import torch_listing
 from gpipe_lab.tools.bench import paced, real
 from gpipe_lab.tools.record import LONGER
 from gpipe_lab.tools.torch_pipeline import TORCH_SCHEDULES, their_traces
+from tests.mutants import MUTANTS
 
 pytestmark = pytest.mark.dist
 

@@ -686,7 +686,7 @@ def test_a_broken_loopback_is_named_before_a_process_starts(monkeypatch):
 
     monkeypatch.setattr(workers.socket, "create_connection", refuse)
     monkeypatch.setattr(workers.Workers, "start", lambda self: pytest.fail("a process was started"))
-    with pytest.raises(RuntimeError, match="loopback interface(.|\n)*unreachable(.|\n)*ip link set"):
+    with pytest.raises(RuntimeError, match=r"loopback interface(.|\n)*unreachable(.|\n)*ip link set"):
         Lab(2, device="cpu")
 
 

@@ -40,7 +40,7 @@ def test_autocast_halves_the_bytes_between_stages(lab_of):
 
 
 def test_a_cast_decides_what_crosses_where_autocast_leaves_float32(lab_of):
-    """A residual stream stays float32 under autocast; with a Cast at its end a stage sends bf16, both ways."""
+    """A residual stream stays float32 under autocast; a Cast at its end makes it bf16, both ways."""
     from gpipe_lab.engine.models import Block, Cast
 
     torch.manual_seed(0)

@@ -17,6 +17,7 @@ import gpipe_lab as gl
 pytestmark = pytest.mark.slow
 
 ADAM = functools.partial(torch.optim.AdamW, lr=0.05, betas=(0.8, 0.95))
+MOMENTUM = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 FALLING = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
 LAYERS = 9
 
@@ -56,7 +57,7 @@ def same(state, other):
 
 @pytest.mark.parametrize(
     ("num_stages", "num_replicas", "optimizer"),
-    [(1, 1, ADAM), (2, 1, ADAM), (4, 1, ADAM), (2, 2, ADAM), (2, 1, functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9))],
+    [(1, 1, ADAM), (2, 1, ADAM), (4, 1, ADAM), (2, 2, ADAM), (2, 1, MOMENTUM)],
 )  # fmt: skip
 def test_a_resumed_training_goes_on_bitwise(lab_of, tmp_path, num_stages, num_replicas, optimizer):
     lab = lab_of(num_stages * num_replicas)
@@ -241,7 +242,7 @@ def test_a_rank_that_cannot_write_is_told(lab_of, tmp_path):
     pipe = make_pipe(lab)
     pipe.save_state(tmp_path)
     lab.launch(break_disk, True)
-    with pytest.raises(gl.RankFailed, match="could not be saved.*No space left on device"):
+    with pytest.raises(gl.RankFailed, match=r"could not be saved.*No space left on device"):
         pipe.save_state(tmp_path)
     pipe.load_state(tmp_path)  # on fresh workers, from the save that is left
 

@@ -15,8 +15,8 @@ from hosts import PACKAGE_ROOT, two_hosts, why_not
 
 import gpipe_lab as gl
 from gpipe_lab.engine.device import now_ms, open_device
-from gpipe_lab.engine.saving import saves
 from gpipe_lab.engine.distributed import Meeting, open_transport
+from gpipe_lab.engine.saving import saves
 from gpipe_lab.plan.ops import Kind, Op
 from gpipe_lab.train.clock import measure_offset
 from gpipe_lab.train.watchdog import Watchdog
