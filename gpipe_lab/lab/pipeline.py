@@ -131,7 +131,14 @@ class Pipeline:
         warmup: bool,
         repeats: int,
     ) -> Run:
-        """Live for `repeats` steps from the same weights, in one call: built, measured, gone again."""
+        """Live for `repeats` steps from the same weights, in one call: built, measured, gone again.
+
+        Where the order of transfers counts, a first life has shown what each stage costs.
+        """
+        if warmup and how.pace is None and self._costs is None and self.lab.device_plan.matches_by_order:
+            first = replace(how, profile=False)
+            cold = self.run_once(schedule, inputs, targets, first, warmup=False, repeats=1)
+            self._costs = costs_of(cold.trace)
         step = self._prepare(schedule, inputs, targets, how, training=getattr(schedule, "trains", True))
         plain = [replace(job, profile=False) for job in step.jobs]
         requests = [
