@@ -78,20 +78,6 @@ def test_a_norm_used_twice_moves_twice_a_step(lab_of, mode, as_layers):
     assert torch.allclose(mine[f"{name}running_var"], copied.running_var, rtol=1e-12)
 
 
-def test_gradients_are_those_of_the_same_microbatches(lab_of):
-    model = make_model()
-    x, y = make_batch()
-    for part, target in zip(x.split([3, 3, 2, 2]), y.split([3, 3, 2, 2]), strict=True):
-        (F.mse_loss(model(part), target) * len(part) / len(x)).backward()
-    for num_stages in (1, 2, 3):
-        for mode in ("never", "always"):
-            run = lab_of(num_stages).run(
-                gl.one_f_one_b(num_stages, 4), make_model(), x, y, loss_fn=F.mse_loss, checkpoint=mode
-            )
-            for name, parameter in model.named_parameters():
-                assert torch.allclose(run.gradients()[name], parameter.grad, rtol=1e-10, atol=1e-14)
-
-
 def test_evaluation_uses_the_running_statistics(lab_of):
     model = make_model()
     x, y = make_batch()

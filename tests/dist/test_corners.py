@@ -34,12 +34,12 @@ def test_the_trace_says_which_backwards_were_not_split(lab_of, make):
     layers = [linear(), OwnFunction(6, torch.float64), linear(), linear()]
     expected = one_process(layers)
     for mode in MODES:
-        run = lab_of(2).run(make(2, M), layers, *batch(), loss_fn=F.mse_loss, checkpoint=mode)
+        run = lab_of(2).run(make(2, M), layers, *batch(), loss_fn=F.mse_loss, warmup=False, checkpoint=mode)
         (stage,) = {stage for stage, _ in run.trace.unsplit}
         assert run.trace.unsplit == ((stage, "1.weight"),)
         assert run.trace.notes[0].startswith(f"Stage {stage}: I did the full backward of 1.weight")
         assert_equal(run.gradients(), expected)
-    whole = lab_of(2).run(gl.gpipe(2, M), layers, *batch(), loss_fn=F.mse_loss)
+    whole = lab_of(2).run(gl.gpipe(2, M), layers, *batch(), loss_fn=F.mse_loss, warmup=False)
     assert whole.trace.notes == (), "nothing was to be split"
 
 
@@ -48,7 +48,7 @@ def test_a_compiled_layer_under_a_split_backward(lab_of, capsys):
     plain = [linear(), linear()]
     expected = one_process(plain)
     layers = [plain[0], torch.compile(plain[1], backend="eager")]
-    run = lab_of(2).run(gl.zero_bubble_h1(2, M), layers, *batch(), loss_fn=F.mse_loss)
+    run = lab_of(2).run(gl.zero_bubble_h1(2, M), layers, *batch(), loss_fn=F.mse_loss, warmup=False)
     assert_equal({n.replace("_orig_mod.", ""): g for n, g in run.gradients().items()}, expected)
     assert {name for _, name in run.trace.unsplit} <= {"1._orig_mod.weight"}
     assert capsys.readouterr().err == ""
@@ -161,10 +161,40 @@ def test_micro_batches_that_do_not_count_give_zeros(lab_of):
     targets = torch.full((8,), -100)
     targets[6:] = 2
     for mode in MODES:
-        run = lab_of(2).run(gl.gpipe(2, M), layers, x, targets, loss_fn=F.cross_entropy, checkpoint=mode)
+        run = lab_of(2).run(
+            gl.gpipe(2, M), layers, x, targets, loss_fn=F.cross_entropy, warmup=False, checkpoint=mode
+        )
         whole = nn.Sequential(*copy.deepcopy(layers))
         F.cross_entropy(whole(x), targets).backward()
         assert_equal(run.gradients(), {name: p.grad for name, p in whole.named_parameters()})
+
+
+class Turns(nn.Module):
+    """(rows, length, classes) as (rows, classes, length): its gradient lies transposed."""
+
+    def forward(self, x):
+        return x.unflatten(1, (2, 3)).transpose(1, 2)
+
+
+@pytest.mark.parametrize("counted", [{0}, {M - 1}, {0, 2}])
+def test_micro_batches_that_do_not_count_before_a_transposing_layer(lab_of, counted):
+    layers = [linear(), linear(), nn.Sequential(Turns()), nn.Sequential(nn.Identity())]
+    x = batch()[0]
+    targets = torch.full((8, 2), -100)
+    for m in counted:
+        targets[2 * m] = torch.tensor([2, 0])
+    whole = nn.Sequential(*copy.deepcopy(layers))
+    F.cross_entropy(whole(x), targets).backward()
+    expected = {name: p.grad for name, p in whole.named_parameters()}
+    for num_ranks in (2, 4):
+        for mode in MODES:
+            for make in (gl.gpipe, gl.zero_bubble_h1):
+                schedule = make(num_ranks, M)
+                pipe = lab_of(num_ranks).pipeline(layers, loss_fn=F.cross_entropy)
+                for _ in range(2):
+                    pipe.zero_grad()
+                    pipe.step(schedule, x, targets, checkpoint=mode, update=False)
+                    assert_equal(pipe.gradients(), expected)
 
 
 @pytest.mark.parametrize("frozen", [True, False])
@@ -174,7 +204,7 @@ def test_a_tied_weight_without_gradients_stays_without(lab_of, frozen):
     first.weight.requires_grad_(not frozen)
     layers = [first, linear(), last, Looks()]
     expected = one_process(layers)
-    run = lab_of(4).run(gl.gpipe(4, M), layers, *batch(), loss_fn=F.mse_loss)
+    run = lab_of(4).run(gl.gpipe(4, M), layers, *batch(), loss_fn=F.mse_loss, warmup=False)
     assert_equal(run.gradients(), expected)
     pipe = lab_of(4).pipeline(layers, loss_fn=F.mse_loss, optimizer=lambda p: torch.optim.AdamW(p, lr=0.1))
     pipe.step(gl.gpipe(4, M), *batch())
@@ -196,7 +226,9 @@ def orthogonal():
 @pytest.mark.parametrize("build", [weight_norm, spectral_norm, orthogonal])
 def test_a_parametrized_layer_comes_from_a_function(lab_of, build):
     with pytest.raises(gl.InputError, match="remedy: a function that builds it there: lambda") as caught:
-        lab_of(2).run(gl.gpipe(2, M), [linear(), nn.Sequential(build())], *batch(), loss_fn=F.mse_loss)
+        lab_of(2).run(
+            gl.gpipe(2, M), [linear(), nn.Sequential(build())], *batch(), loss_fn=F.mse_loss, warmup=False
+        )
     assert caught.value.where == "layer '1'"
     for num_ranks, make in [(2, gl.gpipe), (2, gl.zero_bubble_h1), (4, gl.one_f_one_b)]:
         model = [linear, build, linear, build]
@@ -208,7 +240,7 @@ def test_a_parametrized_layer_comes_from_a_function(lab_of, build):
         alone = [linear, build, linear, build]
         for mode in MODES:
             run = lab_of(num_ranks).run(
-                make(num_ranks, M), alone, *batch(), loss_fn=F.mse_loss, seed=3, checkpoint=mode
+                make(num_ranks, M), alone, *batch(), loss_fn=F.mse_loss, warmup=False, seed=3, checkpoint=mode
             )
             assert_equal(run.gradients(), one_process(layers))
         assert set(run.gradients()) <= set(pipe.state_dict())
@@ -221,8 +253,10 @@ def test_a_layer_that_cannot_be_pickled_is_told_how_to_travel(lab_of):
             self.double().lock = threading.Lock()
 
     with pytest.raises(gl.InputError, match="functions that build its layers"):
-        lab_of(2).run(gl.gpipe(2, M), [Locked(), linear()], *batch(), loss_fn=F.mse_loss)
-    assert lab_of(2).run(gl.gpipe(2, M), [Locked, linear], *batch(), loss_fn=F.mse_loss).loss > 0
+        lab_of(2).run(gl.gpipe(2, M), [Locked(), linear()], *batch(), loss_fn=F.mse_loss, warmup=False)
+    assert (
+        lab_of(2).run(gl.gpipe(2, M), [Locked, linear], *batch(), loss_fn=F.mse_loss, warmup=False).loss > 0
+    )
 
 
 def my_schedule(num_ranks, num_microbatches):
@@ -231,17 +265,21 @@ def my_schedule(num_ranks, num_microbatches):
 
 def test_a_function_runs_as_the_value_that_it_makes(lab_of):
     layers = [linear() for _ in range(4)]
-    value = lab_of(4).run(my_schedule(4, M), layers, *batch(), loss_fn=F.mse_loss)
+    value = lab_of(4).run(my_schedule(4, M), layers, *batch(), loss_fn=F.mse_loss, warmup=False)
     for made_by in (my_schedule, lambda p, m: my_schedule(p, m)):
-        run = lab_of(4).run(made_by, layers, *batch(), loss_fn=F.mse_loss, num_microbatches=M)
+        run = lab_of(4).run(made_by, layers, *batch(), loss_fn=F.mse_loss, warmup=False, num_microbatches=M)
         assert run.loss == value.loss and run.trace.schedule == value.trace.schedule
         assert all(torch.equal(run.gradients()[n], g) for n, g in value.gradients().items())
-    two = lab_of(4).run(my_schedule, layers, *batch(), loss_fn=F.mse_loss, num_microbatches=2, num_replicas=2)
+    two = lab_of(4).run(
+        my_schedule, layers, *batch(), loss_fn=F.mse_loss, warmup=False, num_microbatches=2, num_replicas=2
+    )
     assert two.trace.schedule == gl.replicate(my_schedule(2, 2), 2)
     pipe = lab_of(4).pipeline(layers, loss_fn=F.mse_loss)
     assert pipe.step(my_schedule, *batch(), num_microbatches=M, update=False).loss == value.loss
     with pytest.raises(ZeroDivisionError):
-        lab_of(4).run(lambda p, m: 1 / 0, layers, *batch(), loss_fn=F.mse_loss, num_microbatches=M)
+        lab_of(4).run(
+            lambda p, m: 1 / 0, layers, *batch(), loss_fn=F.mse_loss, warmup=False, num_microbatches=M
+        )
 
 
 @pytest.mark.parametrize(
@@ -262,7 +300,9 @@ def test_what_makes_no_fitting_schedule_is_refused(lab_of, schedule, num_microba
     monkeypatch.setattr(lab, "call", None)
     layers = [linear(), linear()]
     with pytest.raises(gl.InputError, match=told) as caught:
-        lab.run(schedule, layers, *batch(), loss_fn=F.mse_loss, num_microbatches=num_microbatches)
+        lab.run(
+            schedule, layers, *batch(), loss_fn=F.mse_loss, warmup=False, num_microbatches=num_microbatches
+        )
     assert caught.value.rule and caught.value.got and caught.value.where and caught.value.remedy
 
 
@@ -291,7 +331,7 @@ def test_the_remedy_for_a_shared_batch_norm_works(lab_of):
     first, second = nn.BatchNorm1d(6).double(), nn.BatchNorm1d(6).double()
     second.weight, second.bias = first.weight, first.bias
     layers = [nn.Sequential(linear(), first), nn.Sequential(linear(), second)]
-    run = lab_of(2).run(gl.gpipe(2, M), layers, *batch(), loss_fn=F.mse_loss)
+    run = lab_of(2).run(gl.gpipe(2, M), layers, *batch(), loss_fn=F.mse_loss, warmup=False)
     assert_equal(run.gradients(), one_process(layers))
 
 
@@ -313,13 +353,19 @@ def test_a_loss_of_ones_own_is_weighted_by_rows_unless_told(lab_of):
         return {name: p.grad for name, p in model.named_parameters()}
 
     some = x[4:], targets[4:]  # each of its micro-batches has something that counts
-    by_rows = lab_of(2).run(gl.gpipe(2, 2), layers, *some, loss_fn=own)
+    by_rows = lab_of(2).run(gl.gpipe(2, 2), layers, *some, loss_fn=own, warmup=False)
     model = nn.Sequential(*copy.deepcopy(layers))
     for part, target in zip(some[0].chunk(2), some[1].chunk(2), strict=True):
         (own(model(part), target) / 2).backward()
     assert_equal(by_rows.gradients(), {name: p.grad for name, p in model.named_parameters()})
     weighted = lab_of(2).run(
-        gl.gpipe(2, M), layers, x, targets, loss_fn=own, loss_weight=lambda target: (target != -100).sum()
+        gl.gpipe(2, M),
+        layers,
+        x,
+        targets,
+        loss_fn=own,
+        warmup=False,
+        loss_weight=lambda target: (target != -100).sum(),
     )
     assert_equal(weighted.gradients(), grads([1, 0, 2, 1]))
     whole = nn.Sequential(*copy.deepcopy(layers))
