@@ -34,6 +34,7 @@ from ..plan.ops import Op
 from ..plan.schedule import Schedule
 from ..plan.schedules import SCHEDULES, gpipe, naive, one_f_one_b
 from ..plan.simulate import replay, simulate
+from ..plan.trace import Trace
 from .bench import beside, in_turns
 from .record import LONGER, TORCH, origin
 from .torch_pipeline import TORCH_SCHEDULES, TorchPipeline
@@ -89,13 +90,8 @@ def places() -> list[Place]:
     return found
 
 
-def model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)]).double()
-
-
-def layers(num_stages: int) -> nn.Sequential:
-    """The same number of layers on every stage of a schedule."""
+def model(num_stages: int = LAYERS) -> nn.Sequential:
+    """As many layers on every stage."""
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(max(LAYERS, num_stages))]
     return nn.Sequential(*blocks).double()
@@ -129,7 +125,7 @@ def parity(place: Place, *, short: bool) -> tuple[str, dict[str, Any]]:
     with place.lab() as lab:
         for number, schedule in enumerate(training(place.num_ranks, 8)):
             for mode in [MODES[number % 4]] if short or place.device == "cpu" else MODES:
-                alone = layers(schedule.num_stages)
+                alone = model(schedule.num_stages)
                 run = lab.run(schedule, alone, x, y, loss_fn=F.mse_loss, checkpoint=mode, warmup=False)
                 worst[f"{schedule.name} {mode}"] = found = far(run.gradients(), alone, x, y)
                 assert found <= EXACT, f"{schedule.name}, checkpoint={mode!r}: {found:.1e} off"
@@ -147,7 +143,7 @@ def order(place: Place, *, short: bool) -> tuple[str, dict[str, Any]]:
         lab.watchdog_s = 10 * WATCHDOG_S
         for schedule in training(place.num_ranks, 8):
             for hoist in (2,) if short else (0, 2, 8):
-                alone = layers(schedule.num_stages)
+                alone = model(schedule.num_stages)
                 options: dict[str, Any] = {"hoist": hoist, "strict": not place.has_own_gpus, "warmup": True}
                 run = lab.run(schedule, alone, x, y, loss_fn=F.mse_loss, **options)
                 assert far(run.gradients(), alone, x, y) <= EXACT, schedule.name
@@ -257,9 +253,8 @@ def overlap(place: Place, *, short: bool) -> tuple[str, dict[str, Any]]:
         ):
             run = lab.run(schedule, heavy, x, x, loss_fn=F.mse_loss, pace=pace, repeats=3)
             trace = run.trace
-            busy = sum(event.duration_ms for event in trace.computations) / trace.makespan_ms
             figures[schedule.name] = {
-                "ranks at work, on average": busy,
+                "ranks at work, on average": _busy(trace),
                 "ranks at work, simulated": _busy(
                     simulate(schedule, pace.costs()) if pace else replay(trace)
                 ),
@@ -271,7 +266,7 @@ def overlap(place: Place, *, short: bool) -> tuple[str, dict[str, Any]]:
     return f"{together:.2f} ranks at work at once (naive {serial:.2f}); {over:.2f} of simulated", figures
 
 
-def _busy(trace: Any) -> float:
+def _busy(trace: Trace) -> float:
     return sum(event.duration_ms for event in trace.computations) / trace.makespan_ms
 
 
