@@ -73,18 +73,18 @@ _LAZY: dict[str, str] = {
     **dict.fromkeys(("alt_text", "show"), "gpipe_lab.view.picture"),
     **dict.fromkeys(("explain_error", "summary_table"), "gpipe_lab.view.tables"),
     **dict.fromkeys(("plot_published", "published"), "gpipe_lab.view.published"),
-    **dict.fromkeys(("estimate", "propose"), "gpipe_lab.planner.choose"),
+    **dict.fromkeys(("estimate", "propose"), "gpipe_lab.planner.propose"),
     **dict.fromkeys(("DEVICES", "MODELS"), "gpipe_lab.planner.models"),
     **dict.fromkeys(("Device", "Model", "Precision"), "gpipe_lab.planner.models"),
-    "Plan": "gpipe_lab.planner.costs",
+    "Plan": "gpipe_lab.planner.estimate",
     "Plans": "gpipe_lab.planner.choose",
     "report": "gpipe_lab.reporting",
-    "this_machine": "gpipe_lab.lab.machine",
     **dict.fromkeys(("Explorer", "explore"), "gpipe_lab.view.explorer"),
     **dict.fromkeys(("bubble_table", "plot_bubble"), "gpipe_lab.view.apart"),
     **dict.fromkeys(("plot_race", "race_table"), "gpipe_lab.view.race"),
     "state_in_words": "gpipe_lab.view.moment",
-    **dict.fromkeys(("estimated_peak", "lay_out", "tune"), "gpipe_lab.planner.choose"),
+    **dict.fromkeys(("estimated_peak", "lay_out"), "gpipe_lab.planner.estimate"),
+    "tune": "gpipe_lab.planner.choose",
     "Dials": "gpipe_lab.view.dials",
     "plot_bubble_curve": "gpipe_lab.view.curves",
     **dict.fromkeys(("Calculator", "share_table"), "gpipe_lab.view.dials"),
@@ -119,7 +119,7 @@ for _class, _drawer in ((Schedule, "plot_schedule"), (Trace, "plot_trace"), (Mem
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name in ("Lab", "report", "this_machine"):  # what makes workers imports torch while this process does
+    if name in ("Lab", "report"):  # what makes workers imports torch while this process does
         import_module("gpipe_lab.lab.forkserver").start_forkserver()
     value = getattr(import_module(_LAZY[name]), name)
     globals()[name] = value

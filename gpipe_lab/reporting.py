@@ -21,11 +21,8 @@ from .lab.run import Run
 from .plan.errors import require, require_count
 from .plan.units import parse_bytes
 from .planner.choose import CHECKPOINTS, PROPOSED, Plans, choose
-from .planner.costs import Layer, Plan, Setting
-from .planner.models import Precision
+from .planner.estimate import Plan, Setting, measured_layers
 from .view.report_page import Report, report_html
-
-PER_BYTE = Precision(parameter_bytes=1, gradient_bytes=1, optimizer_bytes=0)  # layers counted in bytes
 
 
 def report(
@@ -73,12 +70,11 @@ def report(
             given[m] = sum(tensor.numel() * tensor.element_size() for tensor in tensors(some))
         plans = choose(
             _settings(num_ranks, num_rows, sizes, schedules, checkpoints),
-            lambda setting: _measured_layers(
+            lambda setting: measured_layers(
                 profiles[setting.microbatch_size],
-                given[setting.microbatch_size],
-                _shared_cores(lab, setting.num_stages),
+                input_bytes=given[setting.microbatch_size],
+                slower=_shared_cores(lab, setting.num_stages),
             ),
-            precision=PER_BYTE,
             limit_bytes=limit_bytes,
             most=10,
         )
@@ -158,23 +154,6 @@ def _shared_cores(lab: Lab, num_stages: int) -> float:
     if lab.device_plan.kind != "cpu":
         return 1.0
     return max(1.0, num_stages / available_cores())
-
-
-def _measured_layers(profile: Profile, given_bytes: int, slower: float) -> tuple[Layer, ...]:
-    inputs = [given_bytes, *(layer.output_bytes for layer in profile.layers)]
-    return tuple(
-        Layer(
-            name=measured.name,
-            parameters=measured.parameter_bytes,
-            forward_ms=slower * measured.forward_ms,
-            backward_ms=slower * measured.backward_ms,
-            weight_ms=slower * measured.backward_ms / 2,
-            saved_bytes=max(measured.saved_bytes, own),
-            input_bytes=own,
-            output_bytes=measured.output_bytes,
-        )
-        for measured, own in zip(profile.layers, inputs[:-1], strict=True)
-    )
 
 
 def _first_that_runs(

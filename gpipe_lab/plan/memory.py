@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from .errors import require
-from .ops import BACKWARD, B, F, I, Op, R, W
+from .ops import BACKWARD, COMPUTE, B, F, I, Op, R, W
 from .schedule import Schedule
 from .trace import Trace
 
@@ -175,32 +175,33 @@ def simulate_memory(
         where="simulate_memory",
         remedy=f"[StageBytes(saved=..., boundary=...)] * {schedule.num_stages}",
     )
-    by_rank = defaultdict(list)
-    for event in trace.computations:
-        by_rank[event.rank].append(event)
+    recomputed, split = ({op[1:3] for op in schedule.rank_of if op.kind is kind} for kind in (R, W))
+    known: dict[tuple[object, ...], list[tuple[str, int]]] = {}  # by what the changes depend on
     rows = []
-    for rank in range(schedule.num_ranks):
+    for rank, timed in enumerate(trace.rows):
         held: dict[str, int] = defaultdict(int)
         for stage in schedule.stages_of(rank):
             for category, size in sizes[stage].weights.items():
                 held[category] += size
         start = trace.start_ms
         rows += [MemoryRow(rank, 0, start, category, size) for category, size in held.items()]
-        for index, event in enumerate(sorted(by_rank[rank], key=lambda e: e.start_ms)):
-            for category, change in _changes(event.op, schedule, sizes[event.op.stage]):
+        computed = (op for op in schedule.ops[rank] if op.kind in COMPUTE)
+        for index, (op, end) in enumerate(zip(computed, timed.ends, strict=True)):
+            of = op[1:3]
+            num_segments = 1 + schedule.last_segment.get(of, 0)
+            key = op.kind, op.stage, op.segment, num_segments, of in recomputed, of in split
+            if key not in known:
+                known[key] = _changes(op, sizes[op.stage], *key[3:]) if schedule.trains else []
+            for category, change in known[key]:
                 held[category] += change
-                rows.append(MemoryRow(rank, index, event.end_ms, category, held[category], event.op))
+                rows.append(MemoryRow(rank, index, end, category, held[category], op))
     return MemoryReport(tuple(rows), trace.source, limit_bytes, schedule)
 
 
-def _changes(op: Op, schedule: Schedule, size: StageBytes) -> list[tuple[str, int]]:
+def _changes(
+    op: Op, size: StageBytes, num_segments: int, recomputes: bool, split: bool
+) -> list[tuple[str, int]]:
     """(category, bytes more or fewer) when `op` is done."""
-    if not schedule.trains:
-        return []
-    key = (op.stage, op.microbatch)
-    num_segments = 1 + schedule.last_segment.get(key, 0)
-    recomputes = Op(R, *key) in schedule.rank_of
-    split = Op(W, *key) in schedule.rank_of
     parts = size.parts(num_segments)
     given, saved = parts[op.segment]
     restored = saved - given

@@ -358,11 +358,6 @@ def replicate(schedule: Schedule, num_replicas: int) -> Schedule:
     )
 
 
-def chunks_of(name: str) -> int:
-    """How many stages a built-in schedule has on each rank, unless told otherwise: read off its smallest."""
-    return SCHEDULES[name](1, 1).num_stages
-
-
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
     make.__name__: make
     for make in (

@@ -11,7 +11,7 @@ from numbers import Real
 from operator import itemgetter
 from typing import Protocol
 
-from .errors import require
+from .errors import InputError, require
 from .ops import COMPUTE, SENDS, B, F, I, Kind, Op, R, W, peer, sent
 from .schedule import Schedule
 from .trace import COMM_LANE, COMPUTE_LANE, SIMULATED, Event, Row, Trace
@@ -70,13 +70,13 @@ class Costs:
         value = getattr(self, name)
         if isinstance(value, float):
             return value
-        require(
-            len(value) == schedule.num_stages,
-            "a list of costs has one entry per stage",
-            got=f"{name} has {len(value)} entries for {schedule.num_stages} stages",
-            where="Costs",
-            remedy=f"{name}={[value[0]] * schedule.num_stages}",
-        )
+        if len(value) != schedule.num_stages:
+            raise InputError(
+                "a list of costs has one entry per stage",
+                got=f"{name} has {len(value)} entries for {schedule.num_stages} stages",
+                where="Costs",
+                remedy=f"{name}={[value[0]] * schedule.num_stages}",
+            )
         return value[stage]
 
     def duration_ms(self, op: Op, schedule: Schedule) -> float:

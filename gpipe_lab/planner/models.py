@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
+from typing import TypeVar
 
 from ..plan.errors import is_count, require
 
 TOKEN_BYTES = 8  # of a token's number
 LOGIT_BYTES = 4  # logits and their softmax are kept in fp32
 MASK_BYTES = 1  # of a dropout mask, for each element
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,10 +169,13 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """What one device holds and does. node_gb_s, link_gb_s: GB/s in one direction, in and between nodes."""
+    """What one device holds and does. node_gb_s, link_gb_s: GB/s in one direction, in and between nodes.
+
+    per_node: devices of a node; each has a port of link_gb_s of its own to the other nodes.
+    """
 
     name: str
-    title: str
+    title: str = ""
     memory_bytes: int
     peak_tflops: float
     node_gb_s: float
@@ -181,12 +187,19 @@ class Device:
     def compute_ms(self, flops: float, efficiency: float) -> float:
         return flops / (self.peak_tflops * 1e9 * efficiency)
 
-    def gb_s(self, num_devices: int) -> float:
-        """The slowest link among that many neighbours."""
-        return self.node_gb_s if num_devices <= self.per_node else self.link_gb_s
+    def send_gb_s(self, num_ranks: int, stride: int = 1) -> float:
+        """From one of `num_ranks` ranks that stand `stride` apart to the next, at the widest gap."""
+        return self.node_gb_s if num_ranks * stride <= self.per_node else self.link_gb_s
 
-    def travel_ms(self, num_bytes: float, num_devices: int) -> float:
-        return num_bytes / (self.gb_s(num_devices) * 1e6)
+    def ring_gb_s(self, num_ranks: int, stride: int = 1) -> float:
+        """Of a ring over `num_ranks` ranks that stand `stride` apart.
+
+        A ring over nodes leaves each node through the ports of all its ranks there: with r of them in a
+        node, r ports carry what one rank sends to the next.
+        """
+        if num_ranks * stride <= self.per_node:
+            return self.node_gb_s
+        return min(self.node_gb_s, max(1, self.per_node // stride) * self.link_gb_s)
 
 
 DATA = Path(__file__).resolve().parents[2] / "data"
@@ -207,39 +220,24 @@ def read(name: str) -> tuple[str, tuple[dict[str, str], ...]]:
     return comment.removeprefix("#").strip(), tuple(csv.DictReader(table.splitlines()))
 
 
-def _model(row: dict[str, str]) -> Model:
-    return Model(
-        name=row["name"],
-        layers=int(row["layers"]),
-        hidden=int(row["hidden"]),
-        heads=int(row["heads"]),
-        kv_heads=int(row["kv_heads"]),
-        ffn=int(row["ffn"]),
-        vocab=int(row["vocab"]),
-        sequence=int(row["sequence"]),
-        positions=int(row["positions"]),
-        gated=row["gated"] == "1",
-        tied=row["tied"] == "1",
-        dropout=row["dropout"] == "1",
-        biases=row["biases"] == "1",
-        published_parameters=float(row["parameters"]) if row["parameters"] else None,
-        source=row["source"],
-    )
+def _row_of(kind: type[T], row: dict[str, str]) -> T:
+    """A row of a table as a dataclass: each field by the type it is declared with; an empty one as given."""
+    convert: dict[str, Callable[[str], object]] = {"int": int, "float": float, "str": str, "bool": "1".__eq__}
+    values = {
+        field.name: convert[str(field.type).removesuffix(" | None")](row[field.name])
+        for field in fields(kind)  # type: ignore[arg-type]
+        if row.get(field.name)
+    }
+    return kind(**values)
 
 
 def _device(row: dict[str, str]) -> Device:
     unit = {"GB": 10**9, "GiB": 2**30}[row["memory_unit"]]
-    return Device(
-        name=row["name"],
-        title=row["title"],
-        memory_bytes=int(float(row["memory_gb"]) * unit),
-        peak_tflops=float(row["peak_tflops"]),
-        node_gb_s=float(row["node_gb_s"]),
-        link_gb_s=float(row["link_gb_s"]),
-        per_node=int(row["per_node"]),
-        format=row["format"],
-        source=row["source"],
-    )
+    return _row_of(Device, row | {"memory_bytes": str(int(float(row["memory_gb"]) * unit))})
+
+
+def _model(row: dict[str, str]) -> Model:
+    return _row_of(Model, row | {"published_parameters": row["parameters"]})
 
 
 MODELS: Mapping[str, Model] = MappingProxyType({row["name"]: _model(row) for row in read("models")[1]})

@@ -11,7 +11,7 @@ from ..plan.memory import CATEGORIES, MemoryReport
 from ..plan.trace import PACED, Trace
 from ..plan.units import format_bytes
 from ..planner.choose import Plans
-from ..planner.costs import Plan, Setting
+from ..planner.estimate import Plan, Setting
 from .gantt import plot_overlay, plot_trace
 from .html_page import Section, figure, page, paragraph, table
 from .picture import Picture
@@ -97,8 +97,8 @@ def report_html(found: Report) -> str:
                 [
                     table(found.memory_frame(), "Each rank at its peak, by category (KiB)"),
                     paragraph(
-                        "The prediction holds gradients from the start, and counts as saved what a split "
-                        "backward keeps for its weights; the ledger counts each from when it exists."
+                        "The prediction counts messages at their most, and as saved what a split backward "
+                        "keeps for its weights; the ledger counts each from when it exists."
                     ),
                 ],
             ),
@@ -142,13 +142,13 @@ def _alternatives(found: Report) -> list[str]:
     rejected = frame[frame["why not"] != ""].head(MOST_REJECTED)
     setting = ["P", "m", "M", "schedule", "checkpoint"]
     counts = (
-        f"{plans.num_fitting} settings fit; {len(plans.ranked)} of them, the fastest by their closed forms, "
-        f"were simulated. {len(plans.rejected)} were rejected."
+        f"The {len(plans.ranked)} fastest settings that fit, all simulated; {plans.num_slower} others are "
+        f"slower. {len(plans.rejected)} were rejected."
     )
     parts = [
         paragraph(counts),
         table(
-            fits[[*setting, "step (ms)", "samples/s", "bubble (%)", "peak (GiB)"]],
+            fits[[*setting, "step (ms)", "samples/s", "bubble (%)", "peak (MiB)"]],
             "Settings that fit, simulated, the fastest first",
             index=False,
         ),
@@ -157,7 +157,7 @@ def _alternatives(found: Report) -> list[str]:
     if len(rejected):
         parts.append(
             table(
-                rejected[[*setting, "peak (GiB)", "why not"]], "Rejected, and why", index=False, folded=True
+                rejected[[*setting, "peak (MiB)", "why not"]], "Rejected, and why", index=False, folded=True
             )
         )
     return parts

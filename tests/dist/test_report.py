@@ -132,13 +132,3 @@ def test_what_cannot_be_reported_is_refused_before_a_process_starts(tmp_path, op
     } | options  # fmt: skip
     with pytest.raises(gl.InputError, match=rule):
         gl.report(given.pop("model"), given.pop("inputs"), given.pop("targets"), **given)
-
-
-@pytest.mark.dist
-def test_this_machine_is_a_device_to_plan_for():
-    device = gl.this_machine("cpu")
-    assert 1e-4 < device.peak_tflops < 100 and 1e-3 < device.node_gb_s < 1000
-    assert device.memory_bytes > 2**28 and "measured" in device.source
-    small = gl.Model(name="small", layers=4, hidden=64, heads=4, ffn=256, vocab=128, sequence=32)
-    plan = gl.estimate(small, device, num_stages=2, num_microbatches=4, efficiency=1.0)
-    assert plan.fits and plan.step_ms > 0

@@ -64,8 +64,27 @@ def test_one_rank_is_one_device(method):
 
 def test_only_cuts_of_the_model_shrink_everything():
     one = share(MODEL, "one device", 1)
-    for method in ("tensor parallel", "pipeline"):
+    for method in ("tensor + sequence parallel", "pipeline"):
         assert share(MODEL, method, 4).held == pytest.approx(one.held / 4)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 8])
+def test_tensor_parallelism_leaves_ten_of_34_parts_whole(num_ranks):
+    """Korthikanti et al. 2022, §4.1: s·b·h·(10 + 24/t + 5·a·s/(h·t)) bytes a layer."""
+    s, h, a = MODEL.sequence, MODEL.hidden, MODEL.heads
+    linear = MODEL.layers * s * h * (10 + 24 / num_ranks)
+    assert share(MODEL, "tensor parallel", num_ranks).activations == pytest.approx(linear)
+    scores = MODEL.layers * 5 * a * s * s / num_ranks
+    whole = share(MODEL, "tensor parallel", num_ranks, fused_attention=False)
+    assert whole.activations == pytest.approx(linear + scores)
+    assert whole.sent == share(MODEL, "tensor + sequence parallel", num_ranks).sent
+
+
+def test_a_70b_in_32_parts_holds_more_than_a_card_without_sequence_parallelism():
+    table = gl.share_table(gl.MODELS["llama3-70b"], 32)
+    assert round(table.loc["tensor parallel", "held (GB)"]) == 92
+    assert table.loc["tensor parallel", "fits 80 GB"] == "no"
+    assert table.loc["tensor + sequence parallel", "fits 80 GB"] == "yes"
 
 
 def test_a_table_says_what_fits():

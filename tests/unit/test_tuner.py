@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import gpipe_lab as gl
 from gpipe_lab.plan import formulas
 from gpipe_lab.plan.errors import InputError
-from gpipe_lab.planner.choose import RECEIVES_AHEAD
+from gpipe_lab.planner.estimate import RECEIVES_AHEAD
 
 
 @dataclass(frozen=True)
@@ -76,28 +76,49 @@ def test_the_best_is_the_best_of_all_that_fit():
         if max(memory.peak_bytes(k) for k in range(P)) <= 1500:
             by_hand[P, m, M, mode] = trace.makespan_ms * P / (m * M)
     best = found.best
-    assert len(found.fitting) == len(by_hand)
+    assert len(found.ranked) == len(by_hand) < len(found.frame())
     assert best.ms_per_sample == min(by_hand.values())
-    assert best.fits and best.batch_size <= 32
-    assert [p.ms_per_sample for p in found.fitting] == sorted(p.ms_per_sample for p in found.fitting)
-    assert len(found.frame()) == len(found.all) > len(found.fitting)
-    assert best.build().num_stages == best.num_stages
+    assert best.fits and best.setting.batch_size <= 32
+    times = [plan.ms_per_sample for plan in found.ranked]
+    assert times == sorted(times) == list(found.frame()["ms a sample and card"].dropna())
+    assert best.setting.build().num_stages == best.setting.num_stages
 
 
 def test_launches_ask_for_large_microbatches_and_the_bubble_for_many():
     generous = {"memory_limit": 10**9, "num_stages": (4,), "checkpoints": ("never",), "max_batch": 32}
     heavy = gl.tune(profiles(launch_ms=100.0), **generous).best
     light = gl.tune(profiles(launch_ms=0.0), **generous).best
-    assert heavy.microbatch_size > light.microbatch_size == 1
-    assert light.num_microbatches > heavy.num_microbatches
+    assert heavy.setting.microbatch_size > light.setting.microbatch_size == 1
+    assert light.setting.num_microbatches > heavy.setting.num_microbatches
+
+
+@pytest.mark.parametrize("name", [name for name in gl.SCHEDULES if name != "forward_only"])
+def test_every_schedule_is_tuned(name):
+    found = gl.tune(profiles(), 2000, num_stages=(1, 2, 4), num_microbatches=(4, 8), schedules=(name,))
+    assert found.ranked and all(plan.fits for plan in found.ranked)
+    assert all(out.peak_bytes is None or out.peak_bytes > 2000 for out in found.rejected)
+    for plan in found.ranked:
+        chosen = plan.setting
+        schedule = gl.with_recompute(chosen.build(), chosen.checkpoint)
+        trace, memory = gl.lay_out(schedule, equal_layers(8, chosen.microbatch_size))
+        assert plan.trace.makespan_ms == trace.makespan_ms
+        assert plan.peak_bytes == max(memory.peak_bytes(rank) for rank in memory.ranks)
+
+
+def test_inference_is_laid_out_and_not_tuned():
+    trace, memory = gl.lay_out(gl.forward_only(4, 3), equal_layers(8, 1))
+    assert trace.makespan_ms == pytest.approx(6 * 2 * 3)
+    assert memory.peak_bytes(0, ("gradients", "saved")) == 0
+    with pytest.raises(InputError, match="a plan's schedule trains"):
+        _ = gl.tune(profiles(), 1000, schedules=("forward_only",)).best
 
 
 def test_nothing_fits_and_says_what_the_smallest_needs():
     found = gl.tune(profiles(), 50, num_stages=(1, 2))
-    assert not found.fitting
-    with pytest.raises(InputError, match="smallest needs"):
+    assert not found.ranked
+    with pytest.raises(InputError, match="the least that fits is 819 B"):
         _ = found.best
-    assert "does not fit" in str(found.all[0])
+    assert "none of" in str(found)
 
 
 @pytest.mark.parametrize(
@@ -125,4 +146,4 @@ def test_uneven_cuts_place_every_layer():
 
 def test_the_batch_is_within_its_bounds():
     found = gl.tune(profiles(), 10**9, min_batch=8, max_batch=16)
-    assert {p.batch_size for p in found.all} == {8, 16}
+    assert not found.rejected and {plan.setting.batch_size for plan in found.ranked} == {8, 16}
