@@ -184,16 +184,16 @@ FAULTS = (
     ),
     Fault(
         "a step's time leaves out the sum over replicas",
-        "planner/costs.py",
+        "planner/estimate.py",
         "return self.trace.makespan_ms + self.reduce_ms",
         "return self.trace.makespan_ms",
         "unit/test_planner.py",
     ),
     Fault(
         "ZeRO-1 divides the optimizer's state by one rank more",
-        "planner/costs.py",
-        "round(count * precision.optimizer_bytes / num_sharers)",
-        "round(count * precision.optimizer_bytes / (num_sharers + 1))",
+        "planner/propose.py",
+        "round(parameters / t * precision.optimizer_bytes / optimizer_shards)",
+        "round(parameters / t * precision.optimizer_bytes / (optimizer_shards + 1))",
         "unit/test_planner.py",
     ),
     Fault(

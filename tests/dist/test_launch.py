@@ -171,11 +171,12 @@ def answer(layer):
 
 def test_a_reloaded_module_runs_as_the_notebook_has_it(lab, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # one of the same second and size would be taken
 
     def write(value):
-        (tmp_path / "edited.py").write_text(MODULE.format(value=value))
-        (tmp_path / "edited_helper.py").write_text(f"def value():\n    return {10 * value}\n")
+        helper = f"def value():\n    return {10 * value}\n"
+        for name, text in (("edited.py", MODULE.format(value=value)), ("edited_helper.py", helper)):
+            (tmp_path / name).write_text(text)
+            os.utime(tmp_path / name, (value, value))  # bytecode of the same second and size would be taken
         importlib.invalidate_caches()
 
     write(1)
