@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from torch.profiler import record_function
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..plan.errors import InputError
-from ..plan.memory import MemoryRow
+from ..plan.memory import CATEGORIES, MemoryRow
 from ..plan.ops import COMPUTE, RECEIVES, SENDS, Kind, Op
 from ..plan.schedule import Schedule, dependencies, send_of
 from ..plan.trace import COMPUTE_LANE, Event
@@ -194,8 +195,11 @@ class Step:
     def abandon(self) -> None:
         """Let go of what a step that was given up has left."""
         self.values.clear()
-        for category in ("communication", "boundary", "outputs", "deferred"):
-            self.ledger.drop(category)
+        for name, category in CATEGORIES.items():
+            if category.released == "step":
+                self.ledger.drop(name)
+        if self.refusal is not None:  # its frames would keep the graph that they were in the middle of
+            traceback.clear_frames(self.refusal.__traceback__)
         for stage in self.stages.values():
             stage.abandon()
         self.gradients.abandon()

@@ -142,13 +142,15 @@ class Ledger:
     def snapshot(self, stamp: Any) -> None:
         """Note what is held now, and what was held at the highest point since the operation started.
 
-        When within the operation that point was is not measured; it is dated to the start.
+        When within the operation that point was is not measured; it is dated to the start. It is that of the
+        whole: what one category held beyond its share there is not seen.
         """
         with self._lock:
-            if self._highest > self.total:
+            now = tuple(self._totals)
+            if self._high != now:  # also where another category has taken over what was held
                 self.rows.append((self._op_index, self._start, self._high, self._op))
-            self.rows.append((self._op_index, stamp, tuple(self._totals), self._op))
-            self._high, self._highest = tuple(self._totals), self.total
+            self.rows.append((self._op_index, stamp, now, self._op))
+            self._high, self._highest = now, self.total
 
     def memory_rows(self, times_ms: list[float]) -> list[MemoryRow]:
         """The snapshots as rows, one for each category that changed; `times_ms` has one time a snapshot."""

@@ -19,19 +19,27 @@ from .trace import Trace
 if TYPE_CHECKING:
     import pandas
 
+
+class Category(NamedTuple):
+    """What is counted, and when it is let go: "never" by a step, with its "step", or with its "graph"."""
+
+    meaning: str
+    released: str
+
+
 # A storage held in several ways counts once, in the first of these.
-CATEGORIES = (
-    "parameters",
-    "gradients",
-    "optimizer",
-    "buffers",
-    "communication",
-    "boundary",
-    "recomputed",
-    "saved",
-    "outputs",
-    "deferred",
-)
+CATEGORIES = {
+    "parameters": Category("weights", "never"),
+    "gradients": Category("of weights, and their sums in the making", "never"),
+    "optimizer": Category("the optimizer's state", "never"),
+    "buffers": Category("of modules, as running statistics", "never"),
+    "communication": Category("messages that come or go", "step"),
+    "boundary": Category("stage inputs that checkpointing keeps", "step"),
+    "recomputed": Category("saved for backward by a recompute", "graph"),
+    "saved": Category("saved for backward by a forward", "graph"),
+    "outputs": Category("results that wait for another stage on the same rank", "step"),
+    "deferred": Category("what a split backward keeps for W", "step"),
+}
 
 
 class MemoryRow(NamedTuple):

@@ -245,3 +245,28 @@ def test_a_loss_that_is_no_number_loses_nothing(lab_of):
     with pytest.raises(gl.RankFailed, match="a loss is one number"):
         pipe.step(gl.gpipe(2, M), x, x + 100)
     assert all(torch.equal(pipe.state_dict()[name], value) for name, value in before.items())
+
+
+def refuses_nan(y, target):
+    if target.isnan().any():
+        raise gl.InputError("targets are numbers", got="nan")
+    return (y - target).square().mean()
+
+
+def test_a_refused_step_leaves_nothing_that_is_counted(lab_of):
+    """What a forward was in the middle of goes with the step, not with the next collection of garbage."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    x = torch.randn(8, 64)
+    pipe = lab_of(2).pipeline(model, loss_fn=refuses_nan)
+
+    def held_at_first():
+        memory = pipe.step(gl.gpipe(2, 4), x, x, update=False).memory
+        pipe.zero_grad()
+        return [memory.moments(rank)[0].bytes for rank in (0, 1)]
+
+    held_at_first()
+    before = held_at_first()
+    with pytest.raises(gl.RankFailed, match="targets are numbers"):
+        pipe.step(gl.gpipe(2, 4), x, torch.full_like(x, float("nan")), update=False)
+    pipe.zero_grad()
+    assert held_at_first() == before

@@ -323,3 +323,22 @@ def test_hosts_with_other_devices_are_refused_before_a_link_opens():
     store.set("devices of rank 1", "cuda")
     with pytest.raises(gl.InputError, match="cpu on rank 0, cuda on rank 1"):
         require_same_devices(Meeting(store, 0, 2), "cpu")
+
+
+def test_what_another_category_takes_over_within_an_operation_is_seen():
+    ledger, tensor = Ledger(0), torch.zeros(16)
+    ledger.begin(0.0)
+    ledger.start(Op(Kind.F, 0, 0), 0, 1.0)
+    keys = ledger.hold("outputs", [tensor])
+    saved = ledger.hold("saved", [tensor])  # counts as saved, which comes before outputs
+    ledger.release("outputs", keys)
+    ledger.snapshot(2.0)
+    ledger.start(Op(Kind.F, 0, 1), 1, 3.0)
+    boundary = ledger.hold("boundary", [tensor])  # takes the storage over from "saved"
+    ledger.release("saved", saved)
+    ledger.release("boundary", boundary)
+    again = ledger.hold("deferred", [tensor])
+    ledger.snapshot(4.0)
+    ledger.release("deferred", again)
+    rows = ledger.memory_rows([0.0, 1.0, 2.0, 3.0, 4.0][: len(ledger.rows)])
+    assert {row.category for row in rows if row.bytes} >= {"outputs", "saved", "deferred"}

@@ -19,6 +19,7 @@ from PIL import Image
 import gpipe_lab as gl
 from gpipe_lab.lab.run import Run
 from gpipe_lab.plan import formulas
+from gpipe_lab.plan.memory import CATEGORIES
 from gpipe_lab.plan.ops import Kind, Op
 from gpipe_lab.plan.trace import MEASURED, PACED
 from gpipe_lab.view.cells import gaps, wants_arrows
@@ -26,7 +27,7 @@ from gpipe_lab.view.curves import bubbles, plot_bubble_curve
 from gpipe_lab.view.gantt import plot_overlay, plot_schedule, plot_trace
 from gpipe_lab.view.memory import chosen_ranks, plot_in_flight, plot_memory
 from gpipe_lab.view.picture import alt_text, show
-from gpipe_lab.view.style import KINDS, WAITING, fitting_size, number, size_of
+from gpipe_lab.view.style import CATEGORY_LOOKS, KINDS, WAITING, fitting_size, number, size_of
 from gpipe_lab.view.tables import explain_error, held_at_once, summary_table
 
 COSTS = gl.Costs(forward=10, backward=20)
@@ -450,3 +451,8 @@ def test_pictures_are_methods_of_what_they_show():
     assert memory.plot().alt == gl.plot_memory(memory).alt
     run = Run(loss=0.0, trace=trace, memory=memory, bytes_sent={}, makespans_ms=(1.0,))
     assert run.plot(title="mine").alt == gl.plot_trace(trace, memory, title="mine").alt
+
+
+def test_every_category_of_memory_has_a_look_of_its_own():
+    assert list(CATEGORY_LOOKS) == list(CATEGORIES)
+    assert len({look[1:] for look in CATEGORY_LOOKS.values()}) == len(CATEGORIES)
