@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..plan.errors import require
 from .claims import Claim, as_table, checked, read_claims
 from .facts import NOTEBOOKS
 
@@ -76,7 +77,17 @@ class Chapter:
 
 
 def chapters(folder: Path = NOTEBOOKS) -> tuple[Chapter, ...]:
-    """The chapters there are, in order; a copy of one, as JupyterLab names it, is none."""
+    """The chapters there are, in order; a copy of one, as JupyterLab names it, is none.
+
+    Raises `InputError` where the folder is not there, as beside a package that was not installed editable.
+    """
+    require(
+        folder.is_dir(),
+        "the chapters lie in notebooks/, beside the package",
+        got=f"no {folder}",
+        where="chapters",
+        remedy="pip install -e . in the project's folder",
+    )
     return tuple(read_chapter(path) for path in sorted(folder.iterdir()) if CHAPTER_NAME.fullmatch(path.name))
 
 

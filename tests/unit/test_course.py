@@ -588,3 +588,8 @@ def test_a_shell_command_that_fails_raises_whatever_the_version_of_ipython(kind:
     shell.system("true")
     with pytest.raises(subprocess.CalledProcessError):
         shell.system("exit 3")
+
+
+def test_chapters_that_are_not_there_are_said_to_be_absent(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="beside the package"):
+        chapters(tmp_path / "notebooks")
