@@ -16,7 +16,6 @@ NamedParameters = list[tuple[str, nn.Parameter]]
 MakeOptimizer = Callable[[NamedParameters], torch.optim.Optimizer]
 MakeScheduler = Callable[[torch.optim.Optimizer], Any]
 State = dict[str, Any]
-Home = tuple[State, int]  # where a parameter was saved: a rank's settings, and which group of its optimizer
 Source = tuple[State, int, int]  # a saved scheduler, one of its optimizer's groups, and how many that had
 NOT_SETTINGS = ("params", "param_names")  # of an optimizer's group: which parameters, not how they move
 
