@@ -145,7 +145,7 @@ def _parser() -> argparse.ArgumentParser:
     show = commands.add_parser("show", help="check, simulate and draw a schedule")
     show.set_defaults(run=_show)
     show.add_argument("source", help=f"a CSV file as torch writes it, or one of {', '.join(SCHEDULES)}")
-    show.add_argument("numbers", nargs="*", type=int, help="for a name: P and M, and for interleaved chunks")
+    show.add_argument("numbers", nargs="*", type=int, help="for a name: P, M, and what else it takes")
     kinds = show.add_mutually_exclusive_group()
     for kind in ("text", *PICTURES):
         kinds.add_argument(f"--{kind}", dest="kind", action="store_const", const=kind)

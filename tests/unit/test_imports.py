@@ -206,3 +206,8 @@ def test_public_names_exist():
     ]:  # fmt: skip
         assert name in dir(gpipe_lab) and getattr(gpipe_lab, name) is not None
     assert sorted(set(gpipe_lab.__all__)) == sorted(gpipe_lab.__all__)
+
+
+def test_every_schedule_is_found_under_its_name():
+    for name, constructor in gpipe_lab.SCHEDULES.items():
+        assert getattr(gpipe_lab, name) is constructor and name in gpipe_lab.__all__
