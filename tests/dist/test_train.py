@@ -165,7 +165,7 @@ def test_a_rank_that_is_stopped_is_named_and_the_job_ends(tmp_path):
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PACKAGE_ROOT},
         )
         try:
-            wait_for(lambda: "step 20:" in log.read_text(), job)
+            wait_for(lambda: "step 200:" in log.read_text(), job)  # some seconds: ranks say once a second
             children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
             ranks = {rank_of(pid): int(pid) for pid in children}
             os.kill(ranks["1"], signal.SIGSTOP)
