@@ -137,10 +137,10 @@ class Times:
     @cached_property
     def columns(self) -> tuple[list[float], list[float]]:
         """(starts, ends) in ms of the operations, by their numbers in `schedule.graph`."""
-        return self.schedule.walked.times(*self._prices)
+        return self.schedule.walked.times(*self.prices)
 
     @cached_property
-    def _prices(self) -> tuple[list[float], list[float]]:
+    def prices(self) -> tuple[list[float], list[float]]:
         """What each operation, or its message, takes, and how long a result travels that no send takes."""
         graph, costs = self.schedule.graph, self.costs
         work_ms, travel_ms = [0.0] * len(graph.ops), [0.0] * len(graph.ops)
@@ -182,7 +182,7 @@ class Times:
         for n in self.schedule.walked.order:
             if n in takers:
                 send = sent(graph.ops[n])
-                arrives = ends[n] + self._prices[1][n]
+                arrives = ends[n] + self.prices[1][n]
                 events.append(Event(graph.ranks[n], COMM_LANE, send, ends[n], arrives))
                 events.append(Event(graph.ranks[takers[n]], COMM_LANE, peer(send), arrives, arrives))
         return tuple(sorted(events, key=itemgetter(3, 0)))  # by start, then rank

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ..plan.errors import InputError, is_count, require
 from ..plan.memory import StageBytes
 from ..plan.ops import Kind, Op
-from ..plan.schedule import Schedule, dependencies
+from ..plan.schedule import Schedule
 from ..plan.schedules import (
     build,
     check_counts,
@@ -22,16 +22,16 @@ from ..plan.schedules import (
     loop_placement,
     naive,
     one_f_one_b,
-    v_placement,
     zero_bubble_h1,
     zero_bubble_h2,
     zero_bubble_v,
 )
-from ..plan.simulate import Costs, OpCosts
+from ..plan.simulate import Costs, OpCosts, Times
 from ..plan.units import format_bytes, parse_bytes
 from ..plan.validate import validate
+from ..plan.walk import walk
 
-Plan = list[list[int]]  # plan[rank]: numbers of operations, in program order
+Rows = list[list[int]]  # rows[rank]: its operations in program order, by their numbers in the graph
 
 BACKWARDS = (Kind.B, Kind.I)
 
@@ -52,40 +52,30 @@ class Problem:
     costs: OpCosts
     limits: tuple[Limit, ...]
 
-    @cached_property
+    @property
     def ops(self) -> list[Op]:
-        return list(self.schedule.rank_of)
+        return self.schedule.graph.ops
 
-    @cached_property
-    def number(self) -> dict[Op, int]:
-        return {op: i for i, op in enumerate(self.ops)}
-
-    @cached_property
+    @property
     def rank(self) -> list[int]:
-        return list(self.schedule.rank_of.values())
+        return self.schedule.graph.ranks
 
     @cached_property
-    def time(self) -> list[float]:
-        return [self.costs.duration_ms(op, self.schedule) for op in self.ops]
+    def prices(self) -> tuple[list[float], list[float]]:
+        """What every operation takes, and how long its result travels to another rank, in ms."""
+        return Times(self.schedule, self.costs).prices
 
     @cached_property
-    def before(self) -> list[list[tuple[int, float]]]:
-        """For every operation: what must have finished, and how long its result travels."""
-        home, delay = self.schedule.rank_of, self.costs.delay_ms
-        return [
-            [
-                (self.number[need], delay(need, self.schedule) if home[need] != home[op] else 0.0)
-                for need in dependencies(op, self.schedule)
-            ]
-            for op in self.ops
-        ]
+    def needs(self) -> list[list[int]]:
+        """For every operation: what must have finished."""
+        return [self.schedule.graph.needed(op) for op in self.ops]
 
     @cached_property
     def touches(self) -> list[set[int]]:
         """For every operation: the ranks whose next choice its end may change, its own among them."""
         touched = [{rank} for rank in self.rank]
-        for i, needs in enumerate(self.before):
-            for need, _ in needs:
+        for i, needs in enumerate(self.needs):
+            for need in needs:
                 touched[need].add(self.rank[i])
         return touched
 
@@ -96,8 +86,13 @@ class Problem:
         releases = {op: Kind.W if (op.stage, op.microbatch) in split else Kind.B for op in self.ops}
         return [(op.kind is Kind.F) - (op.kind is releases[op]) for op in self.ops]
 
-    def plan(self, schedule: Schedule) -> Plan:
-        return [[self.number[op] for op in row] for row in schedule.ops]
+    def travel_ms(self, need: int, rank: int) -> float:
+        """How long the result of an operation travels to a rank: no time where it is there."""
+        return self.prices[1][need] if self.rank[need] != rank else 0.0
+
+    def rows(self, schedule: Schedule) -> Rows:
+        number = {op: i for i, op in enumerate(self.ops)}
+        return [[number[op] for op in row] for row in schedule.ops]
 
     def fits(self, rank: int, row: Iterable[int]) -> bool:
         """Whether a rank that runs its operations in this order stays within every limit."""
@@ -111,33 +106,17 @@ class Problem:
         return True
 
 
-def lay_out(problem: Problem, plan: Plan) -> tuple[float, float] | None:
-    """(makespan, sum of the ranks' ends) of a plan, or None where its ranks wait in a circle."""
-    time, before = problem.time, problem.before
-    finish: dict[int, float] = {}
-    free, cursor = [0.0] * len(plan), [0] * len(plan)
-    waiting: dict[int, list[int]] = {}
-    runnable = list(range(len(plan)))
-    while runnable:
-        rank = runnable.pop()
-        row, at, now = plan[rank], cursor[rank], free[rank]
-        while at < len(row):
-            i = row[at]
-            for need, delay in before[i]:
-                done = finish.get(need)
-                if done is None:
-                    waiting.setdefault(need, []).append(rank)
-                    break
-                now = max(now, done + delay)
-            else:
-                now += time[i]
-                finish[i] = now
-                at += 1
-                runnable += waiting.pop(i, ())
-                continue
-            break
-        cursor[rank], free[rank] = at, now
-    return (max(free), sum(free)) if len(finish) == len(time) else None
+def length(problem: Problem, rows: Rows) -> tuple[float, float] | None:
+    """(makespan, sum of the ranks' ends) in the simulator, or None where ranks wait in a circle.
+
+    No operation may come before one that it needs on its own rank.
+    """
+    walked = walk(problem.schedule.graph, rows)
+    if walked.is_stuck:
+        return None
+    _, ends = walked.times(*problem.prices)
+    last = [ends[row[-1]] for row in rows]
+    return max(last), sum(last)
 
 
 class Rule(NamedTuple):
@@ -158,13 +137,14 @@ RULES = tuple(  # those that win most often come first
 )
 
 
-def by_rule(problem: Problem, rule: Rule) -> Plan:
-    """A plan made on the clock: whichever rank is free first takes the operation that the rule prefers.
+def by_rule(problem: Problem, rule: Rule) -> Rows:
+    """An order made on the clock: whichever rank is free first takes the operation that the rule prefers.
 
     A forward is taken only if its rank keeps room for that micro-batch in all its later stages: the one
     furthest on can then always go on, so the limits never lock the pipeline.
     """
     place = problem.schedule.stage_to_rank
+    work_ms, _ = problem.prices
     ahead_allowed = _depths(problem, rule.depth)
     queues = _queues(problem)
     stages = range(len(place))
@@ -173,7 +153,7 @@ def by_rule(problem: Problem, rule: Rule) -> Plan:
     ahead = [0] * len(place)
     finish: dict[int, float] = {}
     free = [0.0] * problem.schedule.num_ranks
-    plan: Plan = [[] for _ in free]
+    rows: Rows = [[] for _ in free]
 
     def may_start(op: Op) -> bool:
         if op.kind is not Kind.F:
@@ -190,14 +170,14 @@ def by_rule(problem: Problem, rule: Rule) -> Plan:
         for queue in queues[rank]:
             if not queue or not may_start(problem.ops[queue[0]]):
                 continue
-            needs = problem.before[queue[0]]
-            if all(need in finish for need, _ in needs):
-                arrival = max((finish[need] + delay for need, delay in needs), default=0.0)
-                ready.append((max(free[rank], arrival), queue[0]))
+            needs = problem.needs[queue[0]]
+            if all(need in finish for need in needs):
+                arrivals = [finish[need] + problem.travel_ms(need, rank) for need in needs]
+                ready.append((max([free[rank], *arrivals]), queue[0]))
         if not ready:
             return None
         first, i = min(ready)
-        soon = [(s, j) for s, j in ready if s <= first + rule.patience * problem.time[i]]
+        soon = [(s, j) for s, j in ready if s <= first + rule.patience * work_ms[i]]
         return min(soon, key=lambda entry: (_preference(problem.ops[entry[1]], rule), entry))
 
     choices = {rank: choice for rank in range(len(free)) if (choice := choose(rank)) is not None}
@@ -205,8 +185,8 @@ def by_rule(problem: Problem, rule: Rule) -> Plan:
         start, i = min(choices.values())
         op, rank = problem.ops[i], problem.rank[i]
         next(queue for queue in queues[rank] if queue and queue[0] == i).popleft()
-        plan[rank].append(i)
-        free[rank] = finish[i] = start + problem.time[i]
+        rows[rank].append(i)
+        free[rank] = finish[i] = start + work_ms[i]
         ahead[op.stage] += (op.kind is Kind.F) - (op.kind in BACKWARDS)
         for (_, hold, _), room in zip(problem.limits, left, strict=True):
             room[rank] -= problem.change[i] * hold[op.stage]
@@ -217,7 +197,7 @@ def by_rule(problem: Problem, rule: Rule) -> Plan:
             else:
                 choices.pop(touched, None)
     assert len(finish) == len(problem.ops), "a pipeline with room for one micro-batch never locks"
-    return plan
+    return rows
 
 
 def _preference(op: Op, rule: Rule) -> tuple[int, int, int]:
@@ -228,8 +208,8 @@ def _preference(op: Op, rule: Rule) -> tuple[int, int, int]:
 def _queues(problem: Problem) -> list[list[deque[int]]]:
     """queues[rank]: for each of its stages and kinds the operations in order of their micro-batches."""
     queues: dict[tuple[int, Kind], deque[int]] = {}
-    for op in sorted(problem.ops, key=lambda op: op.microbatch):
-        queues.setdefault((op.stage, op.kind), deque()).append(problem.number[op])
+    for i, op in sorted(enumerate(problem.ops), key=lambda entry: entry[1].microbatch):
+        queues.setdefault((op.stage, op.kind), deque()).append(i)
     home = problem.schedule.stage_to_rank
     ranks = range(problem.schedule.num_ranks)
     return [[queue for (stage, _), queue in queues.items() if home[stage] == rank] for rank in ranks]
@@ -241,39 +221,47 @@ def _depths(problem: Problem, depth: float) -> list[float]:
     `depth` times what keeps the busiest rank busy while a micro-batch goes to the end and comes back.
     """
     num_stages, num_ranks = problem.schedule.num_stages, problem.schedule.num_ranks
+    work_ms, _ = problem.prices
     way, load = [0.0] * num_stages, [0.0] * num_ranks
     for i, op in enumerate(problem.ops):
         if op.microbatch == 0:
-            load[problem.rank[i]] += problem.time[i]
-            travels = sum(delay for _, delay in problem.before[i])
-            way[op.stage] += travels + (problem.time[i] if op.kind is not Kind.W else 0.0)
+            load[problem.rank[i]] += work_ms[i]
+            travels = sum(problem.travel_ms(need, problem.rank[i]) for need in problem.needs[i])
+            way[op.stage] += travels + (work_ms[i] if op.kind is not Kind.W else 0.0)
     busiest = max(load) or 1.0
     return [max(1.0, depth * sum(way[stage:]) / busiest) for stage in range(num_stages)]
 
 
-def improve(problem: Problem, plan: Plan, num_tries: int) -> Plan:
+def improve(problem: Problem, rows: Rows, num_tries: int) -> Rows:
     """Move single operations within their rank, at random but reproducibly, and keep what is no worse."""
     rng = random.Random(0)
-    best = lay_out(problem, plan)
-    assert best is not None, "only a plan that runs is improved"
+    best = length(problem, rows)
+    assert best is not None, "only what runs is improved"
     for _ in range(num_tries):
-        rank = rng.randrange(len(plan))
-        row = plan[rank]
+        rank = rng.randrange(len(rows))
+        row = rows[rank]
         source = rng.randrange(len(row))
         target = max(0, min(len(row) - 1, source + rng.choice((-4, -3, -2, -1, 1, 2, 3, 4))))
         moved = row[:source] + row[source + 1 :]
         moved.insert(target, row[source])
-        if moved == row or not problem.fits(rank, moved):
+        if not _keeps_order(problem, row, source, target) or not problem.fits(rank, moved):
             continue
-        candidate = [*plan[:rank], moved, *plan[rank + 1 :]]
-        result = lay_out(problem, candidate)
+        candidate = [*rows[:rank], moved, *rows[rank + 1 :]]
+        result = length(problem, candidate)
         if result is not None and result <= best:
-            plan, best = candidate, result
-    return plan
+            rows, best = candidate, result
+    return rows
 
 
-def schedule_of(problem: Problem, plan: Sequence[Sequence[int]], name: str) -> Schedule:
-    ops = tuple(tuple(problem.ops[i] for i in row) for row in plan)
+def _keeps_order(problem: Problem, row: list[int], source: int, target: int) -> bool:
+    """Whether an operation may move: not to where it is, and not past one it needs or that needs it."""
+    if source < target:
+        return all(row[source] not in problem.needs[i] for i in row[source + 1 : target + 1])
+    return source != target and not set(row[target:source]).intersection(problem.needs[row[source]])
+
+
+def schedule_of(problem: Problem, rows: Sequence[Sequence[int]], name: str) -> Schedule:
+    ops = tuple(tuple(problem.ops[i] for i in row) for row in rows)
     return Schedule(name, problem.schedule.num_microbatches, problem.schedule.stage_to_rank, ops)
 
 
@@ -325,71 +313,66 @@ def search(
     found = [(_best(problem, effort // len(problems)), problem) for problem in problems]
     least = min(best.makespan for best, _ in found)
     best, problem = next(entry for entry in found if _ties(entry[0], least))
-    schedule = schedule_of(problem, best.plan, best.name)
+    schedule = schedule_of(problem, best.rows, best.name)
     validate(schedule)
     return schedule
 
 
 class Candidate(NamedTuple):
-    """A plan that runs and fits, under the name of the schedule it is, or "search"."""
+    """An order that runs and fits, under the name of the schedule it is, or "search"."""
 
     makespan: float
     ends: float  # the sum of the ranks' ends: the less, the more room for improvement
     name: str
-    plan: Plan
+    rows: Rows
 
 
-def _candidate(problem: Problem, name: str, plan: Plan) -> Candidate:
-    length = lay_out(problem, plan)
-    assert length is not None, "every candidate runs"
-    return Candidate(*length, name, plan)
+def _candidate(problem: Problem, name: str, rows: Rows) -> Candidate:
+    found = length(problem, rows)
+    assert found is not None, "every candidate runs"
+    return Candidate(*found, name, rows)
 
 
 def _best(problem: Problem, effort: int) -> Candidate:
     """The best that was found: built-in schedules come first, so that one of them wins a tie."""
     size = len(problem.ops)
-    found = [
-        _candidate(problem, schedule.name, problem.plan(schedule))
+    built_in = [
+        (schedule.name, problem.rows(schedule))
         for schedule in _built_in(problem.schedule)
-        if schedule.rank_of.keys() == problem.number.keys() and _fits(problem, problem.plan(schedule))
+        if schedule.rank_of == problem.schedule.rank_of
+    ]
+    found = [
+        _candidate(problem, name, rows)
+        for name, rows in built_in
+        if all(problem.fits(rank, row) for rank, row in enumerate(rows))
     ]
     one_stage_each = problem.schedule.num_stages == problem.schedule.num_ranks
     rules = [rule for rule in RULES if rule.oldest or not one_stage_each]  # there the two are the same
     for rule in rules[: effort // 2 // (RULE_EFFORT * size)]:
         found.append(_candidate(problem, "search", by_rule(problem, rule)))
-    starts: list[Plan] = []
+    starts: list[Rows] = []
     for candidate in sorted(found):
-        if candidate.plan not in starts and len(starts) < NUM_IMPROVED:
-            starts.append(candidate.plan)
+        if candidate.rows not in starts and len(starts) < NUM_IMPROVED:
+            starts.append(candidate.rows)
     num_tries = effort // 2 // size // NUM_IMPROVED
-    found += [_candidate(problem, "search", improve(problem, plan, num_tries)) for plan in starts]
+    found += [_candidate(problem, "search", improve(problem, rows, num_tries)) for rows in starts]
     least = min(candidate.makespan for candidate in found)
     return next(candidate for candidate in found if _ties(candidate, least))
 
 
 def _ties(candidate: Candidate, least: float) -> bool:
-    return candidate.makespan <= least * (
-        1 + 1e-12
-    )  # sums of the same times in other orders differ by as much
-
-
-def _fits(problem: Problem, plan: Plan) -> bool:
-    return all(problem.fits(rank, row) for rank, row in enumerate(plan))
+    """Sums of the same times in other orders differ by as much."""
+    return candidate.makespan <= least * (1 + 1e-12)
 
 
 def _built_in(basis: Schedule) -> list[Schedule]:
     """The built-in schedules that place their stages as this one does, and this one."""
     place, p, m = basis.stage_to_rank, basis.num_ranks, basis.num_microbatches
-    num_chunks = len(place) // p
-    found = []
-    if place == loop_placement(p):
-        found += [naive(p, m), one_f_one_b(p, m), gpipe(p, m), gpipe(p, m, backward="fifo")]
-        found += [zero_bubble_h1(p, m), zero_bubble_h2(p, m)]
-    if place == loop_placement(p, num_chunks) and m % p == 0:
-        found.append(interleaved(p, m, num_chunks))
-    if place == v_placement(p):
-        found.append(zero_bubble_v(p, m))
-    return [*found, basis]
+    found = [naive(p, m), one_f_one_b(p, m), gpipe(p, m), gpipe(p, m, backward="fifo")]
+    found += [zero_bubble_h1(p, m), zero_bubble_h2(p, m), zero_bubble_v(p, m)]
+    if m % p == 0:
+        found.append(interleaved(p, m, max(1, len(place) // p)))
+    return [*(schedule for schedule in found if schedule.stage_to_rank == place), basis]
 
 
 def _one_at_a_time(place: tuple[int, ...], num_microbatches: int, backward: tuple[Kind, ...]) -> Schedule:
