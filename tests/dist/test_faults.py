@@ -1,5 +1,6 @@
 """A rank that fails in the middle of a step: named, everyone stopped, and the next run works."""
 
+import gc
 import threading
 import time
 
@@ -183,6 +184,7 @@ def test_five_hundred_runs_in_a_row_leave_nothing_behind(lab):
     x, y = make_batch()
 
     def state(context):
+        gc.collect()  # what waits for it is not left behind
         process = psutil.Process()
         return process.num_fds(), process.num_threads(), process.memory_info().rss
 
@@ -194,6 +196,6 @@ def test_five_hundred_runs_in_a_row_leave_nothing_behind(lab):
     before = run(100)  # caches and pools have filled
     after = run(400)
     for (fds, threads, rss), (more_fds, more_threads, more_rss) in zip(before, after, strict=True):
-        assert (more_fds, more_threads) == (fds, threads)
+        assert more_fds <= fds and more_threads <= threads
         assert more_rss - rss < 400 * 20_000, "more than 20 kB a run"
     print([(b[2] - a[2]) / 400 for a, b in zip(before, after, strict=True)], "bytes a run")
