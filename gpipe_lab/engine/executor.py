@@ -180,8 +180,10 @@ class Step:
             self.board.mark(op)
             self.ledger.doing = op
             if self.refusal is None:
-                with self.refusing(op):
+                try:
                     self._do(op, index)
+                except InputError as error:
+                    self._refuse(error, op)
             if self.refusal is not None:
                 self.mailbox.pass_over(op)
         self.board.mark(op, waits=True)
@@ -219,13 +221,17 @@ class Step:
         )
 
     @contextmanager
-    def refusing(self, op: Op | None = None) -> Iterator[None]:
-        """A rule that is broken within is the reason why this rank gives the step up, unless it has one."""
+    def refusing(self) -> Iterator[None]:
+        """A rule that is broken within is a reason to give the step up, before or after its operations."""
         try:
             yield
         except InputError as error:
-            if self.refusal is None:
-                self.refusal, self.refused_at = error, op
+            self._refuse(error, None)
+
+    def _refuse(self, error: InputError, op: Op | None) -> None:
+        """Note why this rank gives the step up, and where, unless it has a reason already."""
+        if self.refusal is None:
+            self.refusal, self.refused_at = error, op
 
     def _do(self, op: Op, index: int) -> None:
         if op.kind in COMPUTE:
