@@ -11,11 +11,13 @@ import stat
 import sys
 import threading
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a process gets when its parent ends
 PR_SET_CHILD_SUBREAPER = 36  # and: processes whose parent has ended become children of this one
+WORKERS_VARIABLE = "GPIPE_LAB_WORKERS"  # in a worker's environment: which set of workers it is one of
 
 _is_rank = False
 
@@ -29,9 +31,9 @@ def become_rank() -> None:
     """Called first in a worker: from now on it may start processes, and they end with it, however it ends.
 
     multiprocessing forbids daemons to have children, as a DataLoader's are. A worker that leaves kills all
-    that descend from it (`kill_descendants`). One that is killed itself leaves its process group, which the
-    driver kills, and the kernel ends what its main thread has forked; what has left the group meanwhile ends
-    with the forkserver. Off Linux the group alone is killed.
+    that descend from it (`kill_descendants`). After one that could not, the kernel ends what its main thread
+    has forked, and the driver its process group and what it has started by a command
+    (`kill_what_was_started_by`); the forkserver ends whatever is left. Off Linux the group alone is killed.
     """
     global _is_rank
     _is_rank = True
@@ -51,12 +53,33 @@ def adopt_orphans() -> None:
 
 def kill_descendants() -> None:
     """Kill every process that descends from this one (on Linux), also those started meanwhile."""
+    _kill_all(lambda: _descendants(os.getpid()) if _has_children() else [])
+
+
+def kill_what_was_started_by(workers: str) -> None:
+    """Kill what one of the `workers` has started by a command, which inherits their mark (on Linux).
+
+    A command may leave the group of the worker that started it, and it outlives the worker's crash.
+    """
+    mark = f"{WORKERS_VARIABLE}={workers}".encode()
+    _kill_all(lambda: [pid for pid, environment in _read_all("environ") if mark in environment.split(b"\0")])
+
+
+def _kill_all(find: Callable[[], list[int]]) -> None:
+    """Kill what `find` finds until it finds nothing new; to be gone takes a killed process a moment."""
     killed: set[int] = set()
-    while _has_children() and (new := set(_descendants(os.getpid())) - killed):
+    while new := set(find()) - killed:
         for pid in new:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         killed |= new
+
+
+def _read_all(name: str) -> Iterator[tuple[int, bytes]]:
+    """A file of every process in Linux's /proc, where it is there and may be read."""
+    for pid in filter(str.isdecimal, os.listdir("/proc") if sys.platform == "linux" else ()):
+        with suppress(OSError):  # the process has ended, or it is another user's
+            yield int(pid), Path("/proc", pid, name).read_bytes()
 
 
 def kill_group(pid: int) -> None:
@@ -76,10 +99,9 @@ def _has_children() -> bool:
 
 def _descendants(ancestor: int) -> list[int]:
     children: dict[int, list[int]] = defaultdict(list)
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended
-            state_and_parent = entry.read_text(errors="replace").rpartition(")")[2].split()
-            children[int(state_and_parent[1])].append(int(entry.parent.name))
+    for pid, status in _read_all("stat"):
+        _, parent, *_ = status.rpartition(b")")[2].split()
+        children[int(parent)].append(pid)
     found = [ancestor]
     for pid in found:
         found += children[pid]

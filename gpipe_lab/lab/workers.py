@@ -17,14 +17,14 @@ from contextlib import contextmanager, suppress
 from multiprocessing import Pipe, util
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from ..engine.device import DevicePlan
 from .board import ASK_STACK, SharedBoard, Watchdog
 from .failures import Failure, PipelineLost, RankFailed, Replies, RunStopped
 from .forkserver import hidden_main, start_forkserver
 from .pickling import pack_jobs
-from .processes import kill_group
+from .processes import WORKERS_VARIABLE, kill_group, kill_what_was_started_by
 from .worker import Seat, form_group, join, main
 
 STACK_WAIT_S = 1.0
@@ -68,7 +68,7 @@ class Workers:
     def _start(self, rank: int) -> None:
         ours, theirs = self._context.Pipe()
         self._pipes.append(ours)  # first, so that an interrupt leaves no process out of reach
-        environment = _environment(rank, self.num_ranks)
+        environment = _environment(rank, self.num_ranks, self.rendezvous)
         seat = Seat(rank, self._device_plan, self.board.path, theirs, environment, self.rendezvous)
         process = self._context.Process(target=main, args=(seat,), name=f"rank {rank}", daemon=True)
         with hidden_main():
@@ -139,22 +139,25 @@ def _end(pipes: list[Connection], processes: list[BaseProcess], rendezvous: str,
     deadline = time.monotonic() + GRACE_S
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
+    crashed = [process for process in processes if process.exitcode != 0]
+    for process in crashed:  # it could not end what it had started
+        kill_group(cast(int, process.pid))
+        process.kill()
+        process.join()
+    if crashed:
+        kill_what_was_started_by(rendezvous)
     for process in processes:
-        if process.exitcode != 0 and process.pid is not None:  # it could not end what it had started
-            kill_group(process.pid)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
         process.close()
     shutil.rmtree(rendezvous, ignore_errors=True)
 
 
-def _environment(rank: int, num_ranks: int) -> dict[str, str]:
+def _environment(rank: int, num_ranks: int, workers: str) -> dict[str, str]:
     """The driver's environment as it is now, with what a rank needs; nothing listens off loopback."""
     defaults = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     ours = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
+    mark = {WORKERS_VARIABLE: workers}
     interfaces = {"GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": LOOPBACK}
-    return {**defaults, **os.environ, **ours, **interfaces}
+    return {**defaults, **os.environ, **ours, **mark, **interfaces}
 
 
 def require_loopback() -> None:

@@ -225,8 +225,7 @@ sys.stdin.readline()
         family = driver.family
         driver.wait_for("over")
         driver.family = family
-        orphans = still_running(started)  # of a rank that crashed, those that have left its group stay behind
-        assert len(orphans) <= (2 if ending == "crash" else 0)
+        assert still_running(started) == []
         driver.process.stdin.write("go on\n")
         driver.process.stdin.flush()
     driver.process.wait(timeout=10)
