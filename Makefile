@@ -20,11 +20,11 @@ unexport PYTHONDONTWRITEBYTECODE
 lab: $(READY)
 	$(BIN)/jupyter lab notebooks/00_*.ipynb $(JUPYTER_FLAGS)
 
-# What holds a time runs alone; the rest, tests and chapters, often waits and runs three at a time.
+# What holds a time runs alone; the rest, tests and chapters, mostly waits and runs five at a time.
 test: $(READY)
-	$(BIN)/python -m pytest -q -p no:nbmake -n 3 --dist loadfile --no-loadscope-reorder -m "not slow and not alone" tests
+	$(BIN)/python -m pytest -q -p no:nbmake -n 5 --dist loadfile --no-loadscope-reorder -m "not slow and not alone" tests
 	$(BIN)/python -m pytest -q -p no:nbmake -m "alone and not slow" tests
-	$(BIN)/python -m pytest -q -n 3 --maxschedchunk 1 --nbmake --nbmake-timeout=300 notebooks
+	$(BIN)/python -m pytest -q -n 5 --maxschedchunk 1 --nbmake --nbmake-timeout=300 notebooks
 
 slow: $(READY)
 	$(BIN)/python -m pytest -q -p no:nbmake -n 2 --dist loadfile -m slow --ignore tests/browser tests
