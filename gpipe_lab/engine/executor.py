@@ -7,7 +7,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch.profiler import record_function
@@ -15,13 +14,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..plan.errors import InputError
 from ..plan.memory import CATEGORIES, MemoryRow
-from ..plan.ops import COMPUTE, RECEIVES, SENDS, Kind, Op
+from ..plan.ops import COMPUTE, RECEIVES, SENDS, TRANSFERS, Kind, Op
 from ..plan.schedule import Schedule, dependencies, send_of
 from ..plan.trace import COMPUTE_LANE, Event
 from .batch import Tree, tensors
-from .device import Device, now_ms
+from .device import now_ms
 from .gradients import GradientAccumulator
 from .ledger import Ledger
+from .loss import LossFn
 from .mailbox import Agreements, Board, Mailbox, Tracer, Value
 from .pace import Pace
 from .profile import label
@@ -75,92 +75,66 @@ class RankResult:
     profile: bytes = b""  # what torch's profiler recorded, as JSON
 
 
-class Executor:
-    """Runs lowered schedules on one rank, with the stages that live there."""
+class Step:
+    """One lowered schedule on one rank, made ready: `run` is the loop over the rank's operations.
+
+    Making it is a collective call of all ranks where the schedule has links that are not open yet. What the
+    step needs is worked out then, so that nothing waits for it within.
+    """
 
     def __init__(
         self,
-        rank: int,
+        job: StepJob,
+        transport: Transport,
+        *,
         stages: dict[int, Stage],
-        device: Device,
+        loss_fn: LossFn | None,
+        gradients: GradientAccumulator,
+        agreements: Agreements,
         ledger: Ledger,
         board: Board,
-        gradients: GradientAccumulator,
-        loss_fn: Callable[[Any, Any], torch.Tensor] | None,
     ) -> None:
-        self.rank = rank
+        self.rank = transport.rank
+        self.device = transport.device
+        self.job = job
         self.stages = stages
-        self.device = device
+        self.loss_fn = loss_fn
+        self.gradients = gradients
         self.ledger = ledger
         self.board = board
-        self.gradients = gradients
-        self.loss_fn = loss_fn
-        self.agreements = Agreements()
-
-    def prepare(self, job: StepJob, transport: Transport) -> Step:
-        """Work out what a step needs, ahead of its start, which does not wait for it then.
-
-        A collective call of all ranks, where the schedule has links that are not open yet.
-        """
         signatures = [f"{signature} {job.step.gradients}" for signature in job.signatures]
         microbatches = {op.microbatch for op in job.schedule.ops[self.rank]}
-        is_agreeing = self.agreements.begin([signatures[m] for m in microbatches])
-        schedule = job.first_schedule if is_agreeing else job.schedule
+        is_agreeing = agreements.begin([signatures[m] for m in microbatches])
+        self.schedule = schedule = job.first_schedule if is_agreeing else job.schedule
         transport.open_links(schedule)
-        posts_ahead = job.pace is not None and job.posts_ahead and transport.in_any_order and not is_agreeing
-        for stage in self.stages.values():
+        for stage in stages.values():
             stage.begin(training=job.step.training)
-        return Step(self, job, schedule, transport, signatures, posts_ahead=posts_ahead)
-
-
-class Step:
-    """One step made ready: `run` is its loop over the rank's operations."""
-
-    def __init__(
-        self,
-        executor: Executor,
-        job: StepJob,
-        schedule: Schedule,
-        transport: Transport,
-        signatures: Sequence[str],
-        *,
-        posts_ahead: bool,
-    ) -> None:
-        self.rank = executor.rank
-        self.stages = executor.stages
-        self.device = executor.device
-        self.ledger = executor.ledger
-        self.board = executor.board
-        self.gradients = executor.gradients
-        self.loss_fn = executor.loss_fn
-        self.job = job
-        self.schedule = schedule
         self.inputs = {m: self.device.pin(tree) for m, tree in job.inputs.items()}
         self.targets = {m: self.device.pin(tree) for m, tree in job.targets.items()}
         mine = schedule.ops[self.rank]
         self.needs = {op: dependencies(op, schedule) for op in mine if op.kind in COMPUTE}
+        posts_ahead = job.pace is not None and job.posts_ahead and transport.in_any_order and not is_agreeing
         self.ahead = receives_after(mine) if posts_ahead else {}
-        self.durations_ms = {op: self._duration_ms(op, job.pace) for op in self.needs} if job.pace else {}
         self.tracer = Tracer(self.rank, self.device)
         self.mailbox = Mailbox(
-            self.rank,
             schedule,
             signatures,
             transport=transport,
-            agreements=executor.agreements,
-            ledger=self.ledger,
+            agreements=agreements,
+            ledger=ledger,
             tracer=self.tracer,
-            board=self.board,
+            board=board,
         )
-        named = _named if job.profile else _as_it_is
-        self.send, self.post = named(self.mailbox.send), named(self.mailbox.post)
-        self.handlers: dict[Kind, Handler] = {
-            Kind.F: named(self._forward),
-            Kind.R: named(self._recompute),
-            Kind.B: named(self._backward),
-            Kind.I: named(self._backward),
-            Kind.W: named(self._backward_weight),
+        handlers: dict[Kind, Handler] = {
+            Kind.F: self._forward,
+            Kind.R: self._recompute,
+            Kind.B: self._backward,
+            Kind.I: self._backward,
+            Kind.W: self._backward_weight,
+            **dict.fromkeys(SENDS, self.mailbox.send),
+            **dict.fromkeys(RECEIVES, self.mailbox.post),
         }
+        self.handlers = {kind: _named(h) for kind, h in handlers.items()} if job.profile else handlers
         self.losses: dict[int, torch.Tensor] = {}  # read off at the end, so that a GPU is not waited for
         self.outputs: dict[int, Tree] = {}
         self.values: dict[Op, Value] = {}  # by the operation that made or received them
@@ -181,16 +155,27 @@ class Step:
             self.ledger.doing = op
             if self.refusal is None:
                 try:
-                    self._do(op, index)
+                    if op.kind in COMPUTE:
+                        self._compute(op, index)
+                    elif op.kind in TRANSFERS and not self.mailbox.expects(op):
+                        self.handlers[op.kind](op)
                 except InputError as error:
-                    self._refuse(error, op)
+                    self.refusal, self.refused_at = error, op
             if self.refusal is not None:
                 self.mailbox.pass_over(op)
         self.board.mark(op, waits=True)
-        if self.refusal is not None:
-            self.mailbox.drain()
         self.mailbox.settle(wait=True)
-        result = self._measured()
+        memory_ms = self.device.times([stamp for _, stamp, *_ in self.ledger.rows])
+        result = RankResult(
+            self.rank,
+            events=self.tracer.events(),
+            memory=self.ledger.memory_rows(memory_ms),
+            losses={m: loss.item() for m, loss in sorted(self.losses.items())},
+            outputs=self.outputs,
+            bytes_sent=self.mailbox.bytes_sent,
+            overran=self.overran,
+            allocator_peak_bytes=self.device.peak_bytes(),
+        )
         self.board.clear()  # not before the device has come to its end: what hangs there is in this step
         return result
 
@@ -206,40 +191,14 @@ class Step:
             stage.abandon()
         self.gradients.abandon()
 
-    def _measured(self) -> RankResult:
-        """What the step brings home, once the device has done all of it."""
-        memory_ms = self.device.times([stamp for _, stamp, *_ in self.ledger.rows])
-        return RankResult(
-            self.rank,
-            events=self.tracer.events(),
-            memory=self.ledger.memory_rows(memory_ms),
-            losses={m: loss.item() for m, loss in sorted(self.losses.items())},
-            outputs=self.outputs,
-            bytes_sent=self.mailbox.bytes_sent,
-            overran=self.overran,
-            allocator_peak_bytes=self.device.peak_bytes(),
-        )
-
     @contextmanager
     def refusing(self) -> Iterator[None]:
         """A rule that is broken within is a reason to give the step up, before or after its operations."""
         try:
             yield
         except InputError as error:
-            self._refuse(error, None)
-
-    def _refuse(self, error: InputError, op: Op | None) -> None:
-        """Note why this rank gives the step up, and where, unless it has a reason already."""
-        if self.refusal is None:
-            self.refusal, self.refused_at = error, op
-
-    def _do(self, op: Op, index: int) -> None:
-        if op.kind in COMPUTE:
-            self._compute(op, index)
-        elif op.kind in SENDS:
-            self.send(op)
-        elif op.kind in RECEIVES and not self.mailbox.expects(op):
-            self.post(op)
+            if self.refusal is None:
+                self.refusal = error
 
     def _compute(self, op: Op, index: int) -> None:
         for needed in self.needs[op]:
@@ -271,20 +230,16 @@ class Step:
             duration_ms = counter.get_total_flops() / pace.flops_per_ms
         else:
             self.handlers[op.kind](op)
-            duration_ms = self.durations_ms[op]
+            sizes = self.job.sizes
+            rows, largest = sizes[op.microbatch], max(sizes)
+            duration_ms = pace.duration_ms(op, self.schedule, rows=rows, largest=largest)
         self.device.finish()
         self.mailbox.settle()
         for receive in self.ahead.get(op, ()):
-            self.post(receive)
+            self.handlers[receive.kind](receive)
         left_ms = started_ms + duration_ms - now_ms()
         self.overran += left_ms < 0
         time.sleep(max(0.0, left_ms) / 1000.0)
-
-    def _duration_ms(self, op: Op, pace: Pace) -> float:
-        """How long `op` lasts by `pace`, unless that goes by FLOPs."""
-        segments = 1 + self.schedule.last_segment.get((op.stage, op.microbatch), 0)
-        sizes = self.job.sizes
-        return pace.duration_ms(op, num_segments=segments, rows=sizes[op.microbatch], largest=max(sizes))
 
     def _forward(self, op: Op) -> None:
         entering = self._first_input(op) if op.stage == 0 else self.values.pop(self.needs[op][0])
@@ -313,7 +268,7 @@ class Step:
 
     def _backward(self, op: Op) -> None:
         arriving = None
-        if op.segment == self.schedule.last_segment.get((op.stage, op.microbatch), 0):
+        if op.segment == self._last_segment(op):
             arriving = self._arriving_gradients(op)
         gradients = self.stages[op.stage].backward(
             op.microbatch, op.segment, None if arriving is None else arriving.tree
@@ -354,6 +309,9 @@ class Step:
         m = op.microbatch
         return Objective(self.loss_fn, self.device.place(self.targets[m]), self.job.scales[m])
 
+    def _last_segment(self, op: Op) -> int:
+        return self.schedule.last_segment.get((op.stage, op.microbatch), 0)
+
     def _has(self, kind: Kind, op: Op) -> bool:
         """Whether the schedule has such an operation for this stage and micro-batch."""
         schedule = self.schedule
@@ -363,8 +321,8 @@ class Step:
         """How the schedule cuts this stage for this micro-batch, or None where nothing is recomputed."""
         if not self._has(Kind.R, op):
             return None
-        count = 1 + self.schedule.last_segment.get((op.stage, op.microbatch), 0)
-        return segment_layers(len(self.stages[op.stage].layers), count, self.job.every)
+        num_layers = len(self.stages[op.stage].layers)
+        return segment_layers(num_layers, 1 + self._last_segment(op), self.job.every)
 
 
 def receives_after(ops: Sequence[Op]) -> dict[Op, list[Op]]:
@@ -386,10 +344,6 @@ def _named(handler: Handler) -> Handler:
             handler(op)
 
     return handle
-
-
-def _as_it_is(handler: Handler) -> Handler:
-    return handler
 
 
 def segment_layers(num_layers: int, num_segments: int, every: int | None = None) -> list[range]:

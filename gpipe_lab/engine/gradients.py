@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -116,15 +116,11 @@ class GradientAccumulator:
     def abandon(self) -> None:
         """Drop this step's gradients and keep the earlier ones."""
         self._sums.clear()
-        for name, parameter in self.parameters.items():
-            parameter.grad = self._earlier.get(name)
+        self.restore(self._earlier)
         self._earlier.clear()
-        self._count_anew()
 
     def zero(self) -> None:
-        for parameter in self.parameters.values():
-            parameter.grad = None
-        self._count_anew()
+        self.restore({})
 
     def restore(self, saved: Mapping[str, torch.Tensor | None]) -> None:
         """Start from gradients that an earlier process has accumulated."""
@@ -157,12 +153,6 @@ def _double(tensor: torch.Tensor) -> torch.dtype:
     return torch.complex128 if tensor.is_complex() else torch.float64
 
 
-def data_groups(num_replicas: int, num_ranks: int) -> list[Ranks]:
-    """The ranks that hold the same stages, one of each replica: rows of a mesh of replicas × ranks."""
-    ranks_per_replica = num_ranks // num_replicas
-    return [tuple(range(rank, num_ranks, ranks_per_replica)) for rank in range(ranks_per_replica)]
-
-
 @dataclass(frozen=True)
 class Tie:
     """One weight under several whole-model names; `ranks[i]` holds `names[i]`. The first owns it.
@@ -190,52 +180,46 @@ def first_name(name: str, ties: Iterable[tuple[str, ...]]) -> str:
     return next((names[0] for names in ties if name in names), name)
 
 
-def tie_locally(ties: Iterable[Tie], rank: int, layers: Mapping[str, nn.Module]) -> None:
-    """Make the layers of one rank use one parameter where they are tied.
-
-    layers: whole-model layer names to modules. Raises `InputError` for a name that no layer here has.
-    """
-    for tie in ties:
-        local = tie.local_names(rank)
-        first = _find(local[0], layers)[2] if local else None
-        for name in local:
-            module, attribute, parameter = _find(name, layers)
-            require(
-                first is not None and parameter.shape == first.shape,
-                "tied weights have one shape",
-                got=f"{local[0]} and {name}",
-                where="ties",
-            )
-            setattr(module, attribute, first)
-
-
 def _find(name: str, layers: Mapping[str, nn.Module]) -> tuple[nn.Module, str, nn.Parameter]:
-    layer = next((key for key in layers if name.startswith(f"{key}.")), None)
-    path, _, attribute = (name[len(layer) + 1 :] if layer is not None else "").rpartition(".")
-    try:
-        module = layers[layer].get_submodule(path) if layer is not None else None
-    except AttributeError:
-        module = None
-    parameter = getattr(module, attribute, None) if attribute else None
-    require(
-        isinstance(parameter, nn.Parameter),
+    """The module that holds a parameter of that whole-model name, its attribute there, and the parameter."""
+    path, _, attribute = name.rpartition(".")
+    for prefix, layer in layers.items():
+        for found, module in layer.named_modules(prefix=prefix, remove_duplicate=False):
+            parameter = getattr(module, attribute, None) if found == path else None
+            if isinstance(parameter, nn.Parameter):
+                return module, attribute, parameter
+    raise InputError(
         "a tie names parameters of the model, as state_dict does",
         got=repr(name),
         where="ties",
         remedy='ties=[("0.tokens.weight", "7.scores.weight")]',
     )
-    assert module is not None and isinstance(parameter, nn.Parameter)
-    return module, attribute, parameter
 
 
 class TiedWeights:
-    """The ties of one rank's pipeline that go over several ranks; `borrowed` as in `GradientAccumulator`."""
+    """The ties of one rank's pipeline, within the rank and over several.
 
-    def __init__(self, ties: Iterable[Tie], rank: int, layers: Mapping[str, nn.Module]) -> None:
+    layers: whole-model layer names to modules, which are made to use one parameter where they are tied.
+    Raises `InputError` for a name that no layer here has. `borrowed` as in `GradientAccumulator`.
+    """
+
+    def __init__(self, ties: Sequence[Tie], rank: int, layers: Mapping[str, nn.Module]) -> None:
         self._ties = [tie for tie in ties if len(tie.holders) > 1]
-        self._parameters = {
-            tie: _find(tie.local_names(rank)[0], layers)[2] for tie in self._ties if rank in tie.holders
-        }
+        self._parameters: dict[Tie, nn.Parameter] = {}  # of those that other ranks have too
+        for tie in ties:
+            local = tie.local_names(rank)
+            found = [_find(name, layers) for name in local]
+            for name, (module, attribute, parameter) in zip(local, found, strict=True):
+                first = found[0][2]
+                require(
+                    parameter.shape == first.shape,
+                    "tied weights have one shape",
+                    got=f"{local[0]} and {name}",
+                    where="ties",
+                )
+                setattr(module, attribute, first)
+            if found and tie in self._ties:
+                self._parameters[tie] = found[0][2]
         self.borrowed = {id(p) for tie, p in self._parameters.items() if tie.owner != rank}
 
     def broadcast(self, transport: Transport) -> None:
@@ -244,7 +228,15 @@ class TiedWeights:
             transport.open_group(tie.holders)
             if tie in self._parameters:
                 value = self._parameters[tie].detach()
-                _require_alike(tie, value, transport)
+                alike = transport.gather(f"{tuple(value.shape)} {value.dtype}", tie.holders)
+                require(  # a transfer of another size would end the process
+                    len(set(alike)) == 1,
+                    "tied weights have one shape and dtype",
+                    got=", ".join(
+                        f"{what} on rank {rank}" for rank, what in zip(tie.holders, alike, strict=True)
+                    ),
+                    where=f"ties, {tie.names}",
+                )
                 transport.broadcast(value, tie.owner, tie.holders)
 
     def all_reduce(self, gradients: GradientAccumulator, transport: Transport) -> dict[Ranks, int]:
@@ -260,14 +252,3 @@ class TiedWeights:
             by_holders.setdefault(tie.holders, []).append(names[id(parameter)])
         summed = {r: gradients.all_reduce(held, r, transport) for r, held in by_holders.items()}
         return {holders: num_bytes for holders, num_bytes in summed.items() if num_bytes}
-
-
-def _require_alike(tie: Tie, value: torch.Tensor, transport: Transport) -> None:
-    """Compare a tied weight with its owner's: a transfer of another size would end the process."""
-    found = transport.gather(f"{tuple(value.shape)} {value.dtype}", tie.holders)
-    require(
-        len(set(found)) == 1,
-        "tied weights have one shape and dtype",
-        got=", ".join(f"{what} on rank {rank}" for rank, what in zip(tie.holders, found, strict=True)),
-        where=f"ties, {tie.names}",
-    )

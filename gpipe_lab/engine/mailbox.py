@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -17,19 +17,13 @@ from .messages import Message, MessageMeta, NothingCame, check_agreed, pack
 from .transport import Incoming, Sent, Transport, tag_of
 
 
-@dataclass
 class Tracer:
     """Collects (lane, operation, start stamp, end stamp) and turns them into events on the host's clock."""
 
-    rank: int
-    device: Device
-    _records: list[tuple[str, Op, Any, Any]] = field(default_factory=list)
-
-    @contextmanager
-    def record(self, lane: str, op: Op) -> Iterator[None]:
-        start = self.device.stamp()
-        yield
-        self.add(lane, op, start, self.device.stamp())
+    def __init__(self, rank: int, device: Device) -> None:
+        self.rank = rank
+        self.device = device
+        self._records: list[tuple[str, Op, Any, Any]] = []
 
     def add(self, lane: str, op: Op, start: Any, end: Any) -> None:
         self._records.append((lane, op, start, end))
@@ -80,11 +74,11 @@ class Agreements:
         self._varying: set[Key] = set()
         self._seen: set[str] = set()
         self._some_are_announced = False
-        self._all_are_announced = False
+        self.announces_all = False
 
     def known(self, key: Key) -> MessageMeta | None:
         """What the next message of this key looks like, or None where it is announced."""
-        return None if self._all_are_announced or key in self._varying else self._metas.get(key)
+        return None if self.announces_all or key in self._varying else self._metas.get(key)
 
     def learn(self, key: Key, meta: MessageMeta) -> None:
         """From an announcement, on both ends.
@@ -104,10 +98,7 @@ class Agreements:
         """
         new = set(signatures) - self._seen
         self._seen |= new
-        return bool(new) or self._some_are_announced or self._all_are_announced
-
-    def announce_all(self, is_all: bool) -> None:
-        self._all_are_announced = is_all
+        return bool(new) or self._some_are_announced or self.announces_all
 
     def doubt(self) -> None:
         """A step was given up: what it was to agree on may still be open."""
@@ -119,7 +110,6 @@ class Mailbox:
 
     def __init__(
         self,
-        rank: int,
         schedule: Schedule,
         signatures: Sequence[str],
         *,
@@ -129,7 +119,7 @@ class Mailbox:
         tracer: Tracer,
         board: Board,
     ) -> None:
-        self.rank = rank
+        self.rank = transport.rank
         self.schedule = schedule
         self.signatures = signatures
         self.transport = transport
@@ -139,7 +129,7 @@ class Mailbox:
         self.tracer = tracer
         self.board = board
         self.bytes_sent: dict[tuple[int, int], int] = {}
-        self._routes = {op: self._route(op) for op in schedule.ops[rank] if op.kind in TRANSFERS}
+        self._routes = {op: self._route(op) for op in schedule.ops[self.rank] if op.kind in TRANSFERS}
         self._incoming: dict[Op, tuple[Incoming, MessageMeta, list[int]]] = {}
         self._outgoing: dict[Op, tuple[Message, list[int], Any]] = {}
         self._flags: dict[tuple[int, int], list[bool]] = {}  # what needs a gradient of a stage's output
@@ -149,13 +139,13 @@ class Mailbox:
         """Make a send's message ready, within the operation whose result it is: it can then leave at once."""
         if op.kind is Kind.SEND_B and not value.tree:
             return  # nothing at this boundary needs a gradient, and the other end knows
-        agreed = self.agreements.known(self._routes[op].key)
+        route = self._routes[op]
+        agreed = self.agreements.known(route.key)
         if agreed is not None and op.kind is Kind.SEND_B and any(g is None for g in value.tree):
             value.tree = agreed.with_zeros(value.tree, self.device.torch_device)
-        place = _Place(op, self.rank)
         tree = self.device.place(value.tree)
-        message = pack(tree, needs_gradient=value.needs_gradient, where=place, agreed=agreed)
-        keys = self.ledger.hold(_outgoing(op), [message.flat])
+        message = pack(tree, needs_gradient=value.needs_gradient, where=route, agreed=agreed)
+        keys = self.ledger.hold(_category(op), [message.flat])
         self._outgoing[op] = message, keys, self.device.compute.record()
 
     def send(self, op: Op) -> None:
@@ -163,21 +153,22 @@ class Mailbox:
         if op not in self._outgoing:
             return
         message, keys, made = self._outgoing.pop(op)
-        known = self.agreements.known(self._routes[op].key)
-        if known is not None and known is not message.meta:  # agreed on since the message was made
-            check_agreed(message.meta, known, _Place(op, self.rank))
-        self._let_go(op, message, made, announced=known is None).held = keys
+        route = self._routes[op]
+        known = self.agreements.known(route.key)
+        if known is None:
+            self.agreements.learn(route.key, message.meta)
+            self.transport.tell(message.meta, route.peer, route.tag)
+        elif known is not message.meta:  # agreed on since the message was made
+            check_agreed(message.meta, known, route)
+        self._let_go(op, message, made).held = keys
 
-    def _let_go(self, op: Op, message: Message, made: Any, *, announced: bool) -> Sent:
-        to, tag, key = self._routes[op]
-        if announced:
-            self.agreements.learn(key, message.meta)
-            self.transport.tell(message.meta, to, tag)
+    def _let_go(self, op: Op, message: Message, made: Any) -> Sent:
+        route = self._routes[op]
         if op.kind is Kind.SEND_F:
             self._flags[op.stage, op.microbatch] = message.meta.needs_gradient
-        link = (self.rank, to)
+        link = (self.rank, route.peer)
         self.bytes_sent[link] = self.bytes_sent.get(link, 0) + message.meta.num_bytes
-        return self.transport.send(op, message, to, tag, made)
+        return self.transport.send(op, message, route.peer, route.tag, made)
 
     def post(self, op: Op) -> None:
         """Make ready for a message, unless none will come.
@@ -186,18 +177,18 @@ class Mailbox:
         """
         if op.kind is Kind.RECV_B and not self._needs_gradient(op.stage, op.microbatch):
             return
-        source, tag, key = self._routes[op]
-        meta = self.agreements.known(key)
+        route = self._routes[op]
+        meta = self.agreements.known(route.key)
         if meta is None:
             self.board.mark(op, waits=True)
-            meta = self.transport.hear(source, tag)
+            meta = self.transport.hear(route.peer, route.tag)
             if meta is None:
                 self._declined.add(op)
                 raise NothingCame("a step is taken by all ranks or by none", got="word that it was given up")
-            self.agreements.learn(key, meta)
+            self.agreements.learn(route.key, meta)
         if op.kind is Kind.RECV_F:
             self._flags[op.stage - 1, op.microbatch] = meta.needs_gradient
-        incoming = self.transport.receive(meta, source, tag)
+        incoming = self.transport.receive(meta, route.peer, route.tag)
         self._incoming[op] = incoming, meta, self.ledger.hold("communication", [incoming.flat])
 
     def pass_over(self, op: Op) -> None:
@@ -214,14 +205,14 @@ class Mailbox:
             self._send_nothing(op)
 
     def _send_nothing(self, op: Op) -> None:
-        to, tag, key = self._routes[op]
-        known = self.agreements.known(key)
+        route = self._routes[op]
+        known = self.agreements.known(route.key)
         if known is None:
             self._flags.setdefault((op.stage, op.microbatch), [])
-            self.transport.tell(None, to, tag)
+            self.transport.tell(None, route.peer, route.tag)
         else:
             zeros = self.device.empty(known.offsets[-1]).zero_()
-            self._let_go(op, Message(known, zeros), self.device.compute.record(), announced=False)
+            self._let_go(op, Message(known, zeros), self.device.compute.record())
 
     def _needs_gradient(self, stage: int, microbatch: int) -> bool:
         """Whether gradients come back for what this stage sends on, or has sent on."""
@@ -230,11 +221,6 @@ class Mailbox:
             known = self.agreements.known((Kind.SEND_F, stage, self.signatures[microbatch]))
             flags = [] if known is None else known.needs_gradient
         return any(flags)
-
-    def drain(self) -> None:
-        """Let all come that was posted, and leave it."""
-        for incoming, *_ in self._incoming.values():
-            incoming.wait()
 
     def expects(self, op: Op) -> bool:
         """Whether `op` is a receive that has been posted and not been fetched."""
@@ -253,39 +239,35 @@ class Mailbox:
         return Value(meta.assemble(received), meta.needs_gradient, keys)
 
     def settle(self, *, wait: bool = False) -> None:
-        """Let go of what has been sent; with `wait`, of all of it."""
+        """Let go of what has been sent; with `wait`, once all has left and what was posted has come."""
+        for incoming, *_ in self._incoming.values() if wait else ():
+            incoming.wait()
         for sent in self.transport.finish() if wait else self.transport.completed():
-            self._note(sent)
-
-    def _note(self, sent: Sent) -> None:
-        self.ledger.release(_outgoing(sent.op), sent.held)
-        self.tracer.add(COMM_LANE, sent.op, sent.start, sent.end)
+            self.ledger.release(_category(sent.op), sent.held)
+            self.tracer.add(COMM_LANE, sent.op, sent.start, sent.end)
 
     def _route(self, op: Op) -> _Route:
         other = peer(op)
         send = op if op.kind in SENDS else other
         key: Key = send.kind, send.stage, self.signatures[send.microbatch]
-        return _Route(self.schedule.rank_of[other], tag_of(op, self.schedule.num_stages), key)
+        tag = tag_of(op, self.schedule.num_stages)
+        return _Route(op, self.schedule.rank_of[other], tag, key, self.rank)
 
 
 class _Route(NamedTuple):
     """What a transfer needs to know besides its tensors; `key` is that of what both ends have agreed on."""
 
-    rank: int  # of the other end
+    op: Op
+    peer: int  # the rank of the other end
     tag: int
     key: Key
-
-
-class _Place(NamedTuple):
-    """Where a message is made, put into words only for an error."""
-
-    op: Op
     rank: int
 
     def __str__(self) -> str:
+        """Where a message is made, put into words only for an error."""
         return f"{self.op} on rank {self.rank}"
 
 
-def _outgoing(op: Op) -> str:
+def _category(op: Op) -> str:
     """What a tensor under way counts as: an output may be saved for the backward as well, a gradient not."""
     return "outputs" if op.kind is Kind.SEND_F else "communication"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..plan.errors import require
-from ..plan.ops import Kind, Op
-from ..plan.simulate import Cost, Costs
+from ..plan.ops import Op
+from ..plan.schedule import Schedule
+from ..plan.simulate import Cost, Costs, is_time
 
 MS_FIELDS = ("forward_ms", "backward_ms", "backward_input_ms", "backward_weight_ms", "recompute_ms")
 
@@ -39,7 +38,7 @@ class Pace:
             is_list = isinstance(value, list | tuple) and name in MS_FIELDS
             numbers = [] if value is None else list(value) if is_list else [value]
             require(
-                all(_is_number(x) and math.isfinite(x) and x >= 0 for x in numbers),
+                all(map(is_time, numbers)),
                 "a pace is a finite time in ms, not negative, or a list of them, one per stage",
                 got=f"{name}={value!r}",
                 where="Pace",
@@ -67,7 +66,7 @@ class Pace:
         for name in MS_FIELDS:
             value = getattr(self, name)
             require(
-                value is None or isinstance(value, int | float) or len(value) == num_stages,
+                value is None or not isinstance(value, list | tuple) or len(value) == num_stages,
                 "a list of paces has one entry per stage",
                 got=f"{name}={value!r} for {num_stages} stages",
                 where="Pace",
@@ -86,30 +85,7 @@ class Pace:
             send=self.link_ms,
         )
 
-    def duration_ms(self, op: Op, *, num_segments: int, rows: int, largest: int) -> float:
+    def duration_ms(self, op: Op, schedule: Schedule, *, rows: int, largest: int) -> float:
         """How long `op` lasts on a micro-batch of `rows` rows, `largest` being the run's largest."""
         scale = rows / (self.rows or largest)
-        forward, backward = _at(self.forward_ms, op.stage), _at(self.backward_ms, op.stage)
-        half = backward / 2
-        match op.kind:
-            case Kind.F:
-                return forward * scale
-            case Kind.B:
-                return backward * scale / num_segments
-            case Kind.I:
-                return _at(self.backward_input_ms, op.stage, half) * scale
-            case Kind.W:
-                return _at(self.backward_weight_ms, op.stage, half) * scale
-            case Kind.R:
-                return _at(self.recompute_ms, op.stage, forward) * scale / num_segments
-        return 0.0
-
-
-def _is_number(x: object) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool)
-
-
-def _at(value: float | Sequence[float] | None, stage: int, default: float = 0.0) -> float:
-    if value is None:
-        return default
-    return float(value) if isinstance(value, int | float) else float(value[stage])
+        return self.costs().duration_ms(op, schedule) * scale

@@ -13,13 +13,12 @@ from torch import nn
 from ..plan.errors import InputError, require
 from ..plan.ops import Kind, Op
 from ..plan.trace import COMM_LANE, COMPUTE_LANE, Event
-from .device import Device
-from .executor import Executor, RankResult, StepJob
-from .gradients import GradientAccumulator, Tie, TiedWeights, data_groups, first_name, tie_locally
+from .executor import RankResult, Step, StepJob
+from .gradients import GradientAccumulator, Tie, TiedWeights, first_name
 from .layer_state import LayerState, init_seed, named_generators
 from .ledger import Ledger
 from .loss import LossFn
-from .mailbox import Board
+from .mailbox import Agreements, Board
 from .messages import BoundaryChanged, NothingCame
 from .shared_objects import SharedObjects
 from .stage import Stage
@@ -72,12 +71,11 @@ class RankPipeline:
     Replicas hold the same weights; the first alone reports them and counts in a norm.
     """
 
-    def __init__(
-        self, rank: int, spec: PipelineSpec, device: Device, board: Board, transport: Transport
-    ) -> None:
-        self.rank = rank
+    def __init__(self, spec: PipelineSpec, board: Board, transport: Transport) -> None:
+        self.rank = rank = transport.rank
+        self.device = device = transport.device
         self.spec = spec
-        self.device = device
+        self.board = board
         self.ledger = Ledger(rank, limit_bytes=spec.limit_bytes)
         device.limit_memory(spec.limit_bytes)
         self.shared_objects: list[SharedObjects] = []
@@ -85,18 +83,20 @@ class RankPipeline:
         self.layers: dict[str, nn.Module] = {}  # by whole-model name
         for stage in spec.stages:
             self.layers |= zip(stage.names, self.stages[stage.index].layers, strict=True)
-        tie_locally(spec.ties, rank, self.layers)
         self.tied = TiedWeights(spec.ties, rank, self.layers)
         self.tied.broadcast(transport)
-        self.parameters = _once(dict(self._named(lambda layer: layer.named_parameters())))
+        names: dict[nn.Parameter, str] = {}  # each parameter's first
+        for name, parameter in self._named(lambda layer: layer.named_parameters()):
+            names.setdefault(parameter, name)
+        self.parameters = {name: parameter for parameter, name in names.items()}
         copies = set(map(id, self.parameters.values())) if spec.replica > 0 else set()
         self.gradients = GradientAccumulator(
             self.parameters, self.ledger, borrowed=self.tied.borrowed | copies
         )
-        loss_fn = (
+        self.agreements = Agreements()
+        self.loss_fn = (
             spec.loss_fn.to(device.torch_device) if isinstance(spec.loss_fn, nn.Module) else spec.loss_fn
         )
-        self.executor = Executor(rank, self.stages, device, self.ledger, board, self.gradients, loss_fn)
         by_first_name = {self.first_name(name): p for name, p in self.parameters.items()}
         self.updates = Updates(
             by_first_name, spec.optimizer, spec.scheduler, per=spec.scheduler_per, ledger=self.ledger
@@ -138,7 +138,7 @@ class RankPipeline:
         """
         if self._gradients_are_used:
             self.zero_grad()
-        result, loss = self._run(job, transport)
+        result, loss = self.run(job, transport)
         for index, stage in self.stages.items():
             result.unsplit[index] = tuple(n for n, p in self.parameters.items() if p in stage.unsplit)
         self._reduce(transport, result)
@@ -150,16 +150,25 @@ class RankPipeline:
             result.events.append(self._update(squared_norm**0.5))
         return result, loss, squared_norm**0.5
 
-    def _run(self, job: StepJob, transport: Transport) -> tuple[RankResult, float]:
-        """A step's operations, begun by all ranks together, and the loss of the whole batch.
+    def run(self, job: StepJob, transport: Transport) -> tuple[RankResult, float]:
+        """A step's operations, begun by all ranks together; the result, and the loss or 0.
 
-        A step in which a message turned out unlike the others is taken again. Raises `StepRefused`, on all
-        ranks, where one of them broke a rule: nothing of the step is left then.
+        Without gradients that is all of a step. One in which a message turned out unlike the others is taken
+        again. Raises `StepRefused`, on all ranks, where one broke a rule: nothing of it is left.
         """
         try:
             for announces_all in (False, True):
-                self.executor.agreements.announce_all(announces_all)
-                step = self.executor.prepare(job, transport)
+                self.agreements.announces_all = announces_all
+                step = Step(
+                    job,
+                    transport,
+                    stages=self.stages,
+                    loss_fn=self.loss_fn,
+                    gradients=self.gradients,
+                    agreements=self.agreements,
+                    ledger=self.ledger,
+                    board=self.board,
+                )
                 for shared in self.shared_objects:
                     shared.begin()
                 with step.refusing():
@@ -178,12 +187,12 @@ class RankPipeline:
                 if not num_unlike and not num_refused:
                     return result, loss
                 step.abandon()
-                self.executor.agreements.doubt()
+                self.agreements.doubt()
                 if num_refused:
                     raise StepRefused(step.refusal if is_refused else None, step.refused_at)
             raise AssertionError("announced messages are as announced")
         finally:
-            self.executor.agreements.announce_all(False)
+            self.agreements.announces_all = False
 
     def _reduce(self, transport: Transport, result: RankResult) -> None:
         """Finish this step's gradients: summed over replicas, then over the uses of tied weights.
@@ -191,13 +200,15 @@ class RankPipeline:
         In that order every replica sums ties from the same bits, so that copies stay equal for good.
         """
         op = Op(Kind.REDUCE, min(self.stages), 0)
-        self.executor.board.mark(op, waits=True)
+        self.board.mark(op, waits=True)
         start = self.device.stamp()
         if self.spec.num_replicas > 1:
-            groups = data_groups(self.spec.num_replicas, transport.num_ranks)
+            ranks = range(transport.num_ranks)
+            per_replica = transport.num_ranks // self.spec.num_replicas
+            groups = [tuple(ranks[first::per_replica]) for first in range(per_replica)]  # of the same stages
             for group in groups:
                 transport.open_group(group)
-            replicas = groups[self.rank % len(groups)]
+            replicas = groups[self.rank % per_replica]
             trained = [name for name, p in self.parameters.items() if p.requires_grad]
             result.bytes_reduced[replicas] = self.gradients.all_reduce(trained, replicas, transport)
             for stage in self.stages.values():
@@ -206,11 +217,11 @@ class RankPipeline:
         if result.bytes_reduced:
             started, ended = self.device.times([start, self.device.stamp()])
             result.events.append(Event(self.rank, COMM_LANE, op, started, ended))
-        self.executor.board.clear()
+        self.board.clear()
 
     def _update(self, norm: float) -> Event:
         op = Op(Kind.STEP, min(self.stages), 0)
-        self.executor.board.mark(op)
+        self.board.mark(op)
         self.ledger.doing = op
         start = self.device.stamp()
         if self.spec.max_norm is not None:
@@ -218,7 +229,7 @@ class RankPipeline:
         self.updates.step()
         self._gradients_are_used = True
         started, ended = self.device.times([start, self.device.stamp()])
-        self.executor.board.clear()
+        self.board.clear()
         return Event(self.rank, COMPUTE_LANE, op, started, ended)
 
     def scheduler_step(self, *metrics: float) -> None:
@@ -232,10 +243,6 @@ class RankPipeline:
     def learning_rates(self) -> dict[str, float]:
         """The learning rate of each trained parameter here, by its first name; none from a copy."""
         return self.updates.learning_rates() if self.spec.replica == 0 else {}
-
-    def evaluate(self, job: StepJob, transport: Transport) -> tuple[RankResult, float]:
-        """A forward-only step without gradients; the result and the loss of the batch (0 without targets)."""
-        return self._run(job, transport)
 
     def snapshot(self) -> LayerState:
         """What all layers here have beside their parameters, as it is now."""
@@ -285,11 +292,3 @@ class RankPipeline:
 def shape_of(value: Any) -> tuple[int, ...] | None:
     """A tensor's shape; None for what is not a tensor."""
     return tuple(value.shape) if isinstance(value, torch.Tensor) else None
-
-
-def _once(parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """Each parameter under the first of its names."""
-    first: dict[int, str] = {}
-    for name, parameter in parameters.items():
-        first.setdefault(id(parameter), name)
-    return {name: parameters[name] for name in first.values()}

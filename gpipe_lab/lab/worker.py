@@ -302,9 +302,7 @@ def serve(context: RankContext, requests: Sequence[Request]) -> list[Any]:
 
 def build(context: RankContext, key: str, spec: PipelineSpec) -> None:
     """Keep a pipeline under `key` until it is dropped or the workers are replaced."""
-    context.state[key] = RankPipeline(
-        context.rank, spec, _device(context), context.board, _transport(context)
-    )
+    context.state[key] = RankPipeline(spec, context.board, _transport(context))
 
 
 def drop(context: RankContext, key: str) -> None:
@@ -322,7 +320,7 @@ def step(
         if job.step.gradients:
             result, loss, norm = pipeline.step(job, transport, update=update)
         else:
-            (result, loss), norm = pipeline.evaluate(job, transport), 0.0
+            (result, loss), norm = pipeline.run(job, transport), 0.0
     result.profile = recording.content
     return result, loss, norm
 

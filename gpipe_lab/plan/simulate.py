@@ -28,7 +28,8 @@ class OpCosts(Protocol):
     def delay_ms(self, op: Op, schedule: Schedule) -> float: ...
 
 
-def _is_time(value: object) -> bool:
+def is_time(value: object) -> bool:
+    """Whether this is a finite number of ms, not negative."""
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     return is_number and 0 <= value < math.inf  # type: ignore[operator]
 
@@ -57,7 +58,7 @@ class Costs:
             plain = given.tolist() if hasattr(given, "tolist") else given  # numpy's numbers and arrays
             numbers = list(plain) if isinstance(plain, Sequence) else [plain]
             require(
-                bool(numbers) and all(_is_time(x) for x in numbers),
+                bool(numbers) and all(is_time(x) for x in numbers),
                 "a cost is a finite number of ms, not negative, or a list of them, one per stage",
                 got=f"{name}={given!r}",
                 where="Costs",

@@ -46,10 +46,10 @@ class TimedTorchStage(PipelineStage):
     """torch's stage, its operations timed and, with a pace, held as this engine holds its own."""
 
     def __init__(
-        self, module: nn.Module, index: int, num_stages: int, device: torch.device, pace: Pace | None
+        self, module: nn.Module, index: int, schedule: Schedule, device: torch.device, pace: Pace | None
     ) -> None:
-        super().__init__(module.to(device), index, num_stages, device)
-        self.pace = pace
+        super().__init__(module.to(device), index, schedule.num_stages, device)
+        self.like, self.pace = schedule, pace
         self.times: list[Timed] = []
 
     @contextmanager
@@ -58,7 +58,7 @@ class TimedTorchStage(PipelineStage):
         started_ms = now_ms()
         yield
         if self.pace is not None:
-            duration_ms = self.pace.duration_ms(op, num_segments=1, rows=1, largest=1)
+            duration_ms = self.pace.duration_ms(op, self.like, rows=1, largest=1)
             time.sleep(max(0.0, started_ms + duration_ms - now_ms()) / 1000)
         self.times.append((op, started_ms, now_ms()))
 
@@ -85,21 +85,22 @@ class _Rank:
         context: RankContext,
         stages: list[nn.Module],
         name: str,
-        num_microbatches: int,
-        stage_to_rank: tuple[int, ...],
+        like: Schedule,
         pace: Pace | None,
     ) -> None:
         self.rank = context.rank
         self.device = open_device(context.device_plan, context.rank)
-        self.home = stage_to_rank
+        self.home = like.stage_to_rank
         self.stages = [
-            TimedTorchStage(stage, index, len(stages), self.device.torch_device, pace)
+            TimedTorchStage(stage, index, like, self.device.torch_device, pace)
             for index, stage in enumerate(stages)
             if self.home[index] == self.rank
         ]
         make = TORCH_SCHEDULES[name]
         several = issubclass(make, PipelineScheduleMulti)
-        self.schedule = make(self.stages if several else self.stages[0], num_microbatches, loss_fn=F.mse_loss)
+        self.schedule = make(
+            self.stages if several else self.stages[0], like.num_microbatches, loss_fn=F.mse_loss
+        )
 
     def step(self, x: torch.Tensor) -> tuple[list[Timed], int]:
         """The operations in the order in which they ran, and the peak of bytes saved for backward."""
@@ -147,9 +148,10 @@ class TorchPipeline:
         self.schedule = schedule
         self.num_microbatches = num_microbatches
         # Stages lie on the ranks as in this package's schedule of the same name.
-        self.home = SCHEDULES[schedule](lab.num_ranks, num_microbatches).stage_to_rank
+        like = SCHEDULES[schedule](lab.num_ranks, num_microbatches)
+        self.home = like.stage_to_rank
         self.source = MEASURED if pace is None else PACED
-        lab.launch(_set_up, stages, schedule, num_microbatches, self.home, pace)
+        lab.launch(_set_up, stages, schedule, like, pace)
 
     def step(self, x: torch.Tensor) -> tuple[Trace, int]:
         """A training step as a trace, of computations only, and the most that a rank saved for backward.

@@ -64,7 +64,7 @@ class Trainer:
             seed=training.seed,
         )
         spec = rank_specs(stages, self.schedule.stage_to_rank, transport.num_ranks, options)[transport.rank]
-        self.pipeline = RankPipeline(transport.rank, spec, transport.device, board, transport)
+        self.pipeline = RankPipeline(spec, board, transport)
         self.loss = read_loss(next_token_loss)
 
     def run(self) -> float:

@@ -151,7 +151,7 @@ def test_only_the_boundary_that_changes_is_announced_from_then_on(lab_of):
 
 
 def _announced(context, key):
-    return {stage for _, stage, _ in context.state[key].executor.agreements._varying}
+    return {stage for _, stage, _ in context.state[key].agreements._varying}
 
 
 class Refuses(nn.Module):

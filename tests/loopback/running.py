@@ -86,7 +86,7 @@ def run(
     def program(transport):
         rank = transport.rank
         spec = copy.deepcopy(specs[rank])  # what pickling does for processes
-        pipeline = RankPipeline(rank, spec, transport.device, world.boards[rank], transport)
+        pipeline = RankPipeline(spec, world.boards[rank], transport)
         found, heard = [], []
         for _ in range(steps):
             before = transport.num_heard
@@ -95,7 +95,7 @@ def run(
             if trains:
                 result, loss, _ = pipeline.step(jobs[rank], transport, update=optimizer is not None)
             else:
-                result, loss = pipeline.evaluate(jobs[rank], transport)
+                result, loss = pipeline.run(jobs[rank], transport)
             found.append((result, loss))
             heard.append(transport.num_heard - before)
         return found, heard, pipeline.gradients.copies(), pipeline.state_dict()
