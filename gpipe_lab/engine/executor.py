@@ -267,9 +267,8 @@ class Step:
             self.losses[op.microbatch] = loss
 
     def _backward(self, op: Op) -> None:
-        arriving = None
-        if op.segment == self._last_segment(op):
-            arriving = self._arriving_gradients(op)
+        # None at the last stage, where nothing needs a gradient, and for a segment that goes on from another.
+        arriving = next((self.values.pop(n) for n in self.needs[op] if n in self.values), None)
         gradients = self.stages[op.stage].backward(
             op.microbatch, op.segment, None if arriving is None else arriving.tree
         )
@@ -293,11 +292,6 @@ class Step:
         self.stages[op.stage].backward_weight(op.microbatch)
         self.gradients.accumulate()
 
-    def _arriving_gradients(self, op: Op) -> Value | None:
-        """The gradients of a stage's output; None at the last stage, or where nothing needs one."""
-        sources = [n for n in self.needs[op] if n.kind is Kind.RECV_B or n.stage > op.stage]
-        return self.values.pop(sources[0], None) if sources else None
-
     def _first_input(self, op: Op) -> Value:
         """A copy of the micro-batch, so that a first layer that works in place leaves the batch alone."""
         batch = self.device.copy_in(self.inputs[op.microbatch])
@@ -309,9 +303,6 @@ class Step:
         m = op.microbatch
         return Objective(self.loss_fn, self.device.place(self.targets[m]), self.job.scales[m])
 
-    def _last_segment(self, op: Op) -> int:
-        return self.schedule.last_segment.get((op.stage, op.microbatch), 0)
-
     def _has(self, kind: Kind, op: Op) -> bool:
         """Whether the schedule has such an operation for this stage and micro-batch."""
         schedule = self.schedule
@@ -321,8 +312,8 @@ class Step:
         """How the schedule cuts this stage for this micro-batch, or None where nothing is recomputed."""
         if not self._has(Kind.R, op):
             return None
-        num_layers = len(self.stages[op.stage].layers)
-        return segment_layers(num_layers, 1 + self._last_segment(op), self.job.every)
+        count = 1 + self.schedule.last_segment.get((op.stage, op.microbatch), 0)
+        return segment_layers(len(self.stages[op.stage].layers), count, self.job.every)
 
 
 def receives_after(ops: Sequence[Op]) -> dict[Op, list[Op]]:

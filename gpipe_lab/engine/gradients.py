@@ -131,7 +131,10 @@ class GradientAccumulator:
 
     def squared_norm(self) -> float:
         """The sum of squares of this rank's gradients, in float64."""
-        norms = [torch.linalg.vector_norm(g, dtype=_double(g)) for _, g in self._owned()]
+        owned = [g for _, g in self._owned()]
+        norms = [
+            torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float64)) for g in owned
+        ]
         return torch.stack(norms).square().sum().item() if norms else 0.0  # the one wait for the device
 
     def scale(self, factor: float) -> None:
@@ -147,10 +150,6 @@ class GradientAccumulator:
         for name, parameter in self.parameters.items():
             if parameter.grad is not None and id(parameter) not in self._borrowed:
                 yield name, parameter.grad
-
-
-def _double(tensor: torch.Tensor) -> torch.dtype:
-    return torch.complex128 if tensor.is_complex() else torch.float64
 
 
 @dataclass(frozen=True)
