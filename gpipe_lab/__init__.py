@@ -9,7 +9,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from .plan.analysis import critical_path, take_apart
+from .plan.analysis import critical_path, speed_ups, take_apart
 from .plan.errors import InputError, ScheduleError
 from .plan.lowering import lower
 from .plan.memory import (
@@ -51,6 +51,7 @@ _LAZY: dict[str, str] = {
     "PipelineLost": "gpipe_lab.lab.failures",
     "RankFailed": "gpipe_lab.lab.failures",
     "RunStopped": "gpipe_lab.lab.failures",
+    "read_profile": "gpipe_lab.plan.torch_profile",
     "search": "gpipe_lab.planner.search",
     "batch": "gpipe_lab.engine.models",
     "corpus": "gpipe_lab.engine.models",
@@ -99,7 +100,8 @@ _LAZY: dict[str, str] = {
 # What people try first works too: functions that build on a schedule or a trace, as methods of theirs.
 for _function in (validate, lower, with_recompute, peak_in_flight, to_csv):
     setattr(Schedule, _function.__name__, _function)
-setattr(Trace, critical_path.__name__, critical_path)
+for _analysis in (critical_path, speed_ups):
+    setattr(Trace, _analysis.__name__, _analysis)
 
 
 def _drawn_by(function: str) -> Callable[..., Any]:

@@ -1,8 +1,10 @@
-"""python -m gpipe_lab show: a schedule, checked, simulated and drawn, from torch's CSV or by name;
+"""python -m gpipe_lab show: a schedule, checked, simulated and drawn, from torch's CSV or by name; or a step
+that was trained elsewhere, from the profiles of its ranks;
 python -m gpipe_lab check: whether the engine keeps its promises on this machine.
 
 python -m gpipe_lab show schedule.csv
 python -m gpipe_lab show gpipe 4 8 --svg -o gpipe.svg
+python -m gpipe_lab show rank*.json -o page.html
 python -m gpipe_lab check --out check.json
 """
 
@@ -22,10 +24,13 @@ from .plan.schedule import Schedule
 from .plan.schedules import SCHEDULES
 from .plan.simulate import Costs, simulate
 from .plan.torch_csv import from_csv
+from .plan.trace import Trace
 
 VALID, INVALID, USAGE = 0, 1, 2  # exit codes
 PICTURES = ("svg", "png")
-ENDINGS = {".txt": "text", ".svg": "svg", ".png": "png"}
+PAGE = "html"  # of a profile alone
+ENDINGS = {".txt": "text", ".svg": "svg", ".png": "png", ".html": PAGE}
+PROFILES = (".json", ".json.gz")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -45,10 +50,14 @@ def _check(given: argparse.Namespace) -> int:
 
 
 def _show(given: argparse.Namespace) -> int:
+    if given.source.endswith(PROFILES):
+        return _show_profile(given)
     try:
         kind = _kind(given.kind, given.out)
+        if kind == PAGE:
+            raise Usage(f"a page is made of a profile; {given.source} is drawn as svg or png")
         costs = _usable(lambda: Costs(forward=given.forward, backward=given.backward))
-        make = _maker(given.source, given.numbers)
+        make = _maker(given.source, _numbers(given.more))
     except Usage as wrong:
         print(wrong, file=sys.stderr)
         return USAGE
@@ -69,6 +78,43 @@ def _show(given: argparse.Namespace) -> int:
         print(f"cannot write {error.filename}: {error.strerror}", file=sys.stderr)
         return USAGE
     _say(words)
+    return VALID
+
+
+def _show_profile(given: argparse.Namespace) -> int:
+    """What a profiled step spent where, in words; with -o as a picture or a page."""
+    from .plan.analysis import critical_path, speed_ups, take_apart
+    from .plan.torch_profile import read_profile
+    from .view.report_page import in_short, trace_html, trace_report
+
+    try:
+        kind = _kind(given.kind, given.out)
+        trace = read_profile([given.source, *given.more])
+    except Usage as wrong:
+        print(wrong, file=sys.stderr)
+        return USAGE
+    except InputError as error:
+        _say(f"{error}\n\nverdict: cannot be read as a pipeline's step")
+        return INVALID
+    gains = speed_ups(trace)
+    words = [
+        in_short(trace, take_apart(trace), gains),
+        f"critical path: {critical_path(trace)}",
+        gains.to_string(index=False, float_format="{:.3g}".format),
+    ]
+    try:
+        if kind == PAGE:
+            given.out.write_text(trace_html(trace_report(trace, given.out)), encoding="utf-8")
+        elif kind in PICTURES:
+            path = given.out or Path(f"profile.{kind}")
+            path.write_bytes(_picture(trace, kind))
+            words.append(f"drawn in {path}")
+        elif given.out:
+            given.out.write_text("\n".join(words) + "\n", encoding="utf-8")
+    except OSError as error:
+        print(f"cannot write {error.filename}: {error.strerror}", file=sys.stderr)
+        return USAGE
+    _say("\n".join(words))
     return VALID
 
 
@@ -100,6 +146,13 @@ def _kind(asked: str | None, out: Path | None) -> str:
     if asked not in (None, ending):
         raise Usage(f"--{asked} and -o {out.name} contradict each other")
     return ending
+
+
+def _numbers(given: list[str]) -> list[int]:
+    try:
+        return [int(one) for one in given]
+    except ValueError:
+        raise Usage(f"behind a schedule's name come numbers; got {' '.join(given)}") from None
 
 
 def _usable(make: Callable[[], Costs]) -> Costs:
@@ -144,13 +197,21 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--sanitize", action="store_true", help="under torch's CUDA sanitizer, which is slow")
     show = commands.add_parser("show", help="check, simulate and draw a schedule")
     show.set_defaults(run=_show)
-    show.add_argument("source", help=f"a CSV file as torch writes it, or one of {', '.join(SCHEDULES)}")
-    show.add_argument("numbers", nargs="*", type=int, help="for a name: P, M, and what else it takes")
+    show.add_argument(
+        "source",
+        help=f"a CSV file as torch writes it, one of {', '.join(SCHEDULES)}, or torch.profiler's JSON files, "
+        "one a rank",
+    )
+    show.add_argument(
+        "more",
+        nargs="*",
+        help="for a name: P, M, and what else it takes; of profiles the other files",
+    )
     kinds = show.add_mutually_exclusive_group()
     for kind in ("text", *PICTURES):
         kinds.add_argument(f"--{kind}", dest="kind", action="store_const", const=kind)
     show.add_argument(
-        "-o", "--out", type=Path, help="where to; its ending, one of txt, svg and png, says what is written"
+        "-o", "--out", type=Path, help="where to; its ending (txt, svg, png; html of profiles) says what"
     )
     show.add_argument("--forward", type=float, default=1.0, help="ms of a stage's forward (default 1)")
     show.add_argument("--backward", type=float, default=2.0, help="ms of a stage's backward (default 2)")
@@ -186,10 +247,10 @@ def _key(schedule: Schedule) -> str:
     return f"{letters}, with {numbers} behind; a dot is a slot without work"
 
 
-def _picture(schedule: Schedule, kind: str) -> bytes:
-    from .view.gantt import plot_schedule
+def _picture(drawn: Schedule | Trace, kind: str) -> bytes:
+    from .view.gantt import plot_schedule, plot_trace
 
-    picture = plot_schedule(schedule)
+    picture = plot_schedule(drawn) if isinstance(drawn, Schedule) else plot_trace(drawn)
     return picture.png() if kind == "png" else picture.svg().encode()
 
 

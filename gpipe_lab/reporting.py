@@ -19,15 +19,16 @@ from .lab.lab import Lab
 from .lab.model import named_layers
 from .lab.run import Run
 from .plan.errors import require, require_count
+from .plan.trace import Trace
 from .plan.units import parse_bytes
 from .planner.choose import CHECKPOINTS, PROPOSED, Plans, choose
 from .planner.estimate import Plan, Setting, measured_layers
-from .view.report_page import Report, report_html
+from .view.report_page import Report, TraceReport, report_html, trace_html, trace_report
 
 
 def report(
     model: Any,
-    inputs: Tree,
+    inputs: Tree = None,
     targets: Tree | None = None,
     *,
     loss_fn: LossFn | None = None,
@@ -40,7 +41,7 @@ def report(
     device: str = "auto",
     seed: int = 0,
     repeats: int = 3,
-) -> Report:
+) -> Report | TraceReport:
     """Propose how to train `model` on up to `num_ranks` ranks with such batches, try it, and write a page.
 
     Every layer is measured on this machine at each micro-batch size (powers of two that divide the batch
@@ -50,29 +51,42 @@ def report(
     measured. model, inputs, targets and loss_fn are as in `Lab.run`. More ranks than cores run paced at the
     measured times, scaled by how many share a core.
 
+    In place of a model a `gl.Trace` with its schedule, such as `gl.read_profile` gives: then nothing runs,
+    and the page takes that step apart.
+
     Raises `InputError` for bad input, and where no setting fits: it names the least that does.
     """
     path = Path(path)
+    _check_path(path)
+    if isinstance(model, Trace):
+        taken_apart = trace_report(model, path)
+        path.write_text(trace_html(taken_apart), encoding="utf-8")
+        return taken_apart
     limit_bytes = parse_bytes(memory_limit)
-    _check(path, num_ranks, repeats, targets, loss_fn)
+    missing = [
+        name
+        for name, given in (("inputs", inputs), ("targets", targets), ("loss_fn", loss_fn))
+        if given is None
+    ]
+    _check(num_ranks, repeats, missing)
     names, _ = named_layers(model)
     num_rows = batch_size(inputs)
     sizes = _sizes(num_rows, microbatch_sizes)
     with Lab(1, device=device, memory_limit=None) as lab, _steps(len(sizes) + 2) as next_step:
         profiles: dict[int, Profile] = {}
-        given: dict[int, int] = {}
+        input_bytes: dict[int, int] = {}
         for m in sizes:
             next_step(f"layers at m = {m}")
             some, wanted = (
                 tree if tree is None else split(tree, num_rows // m)[0] for tree in (inputs, targets)
             )
             profiles[m] = lab.profile(model, some, wanted, loss_fn=loss_fn, seed=seed)
-            given[m] = sum(tensor.numel() * tensor.element_size() for tensor in tensors(some))
+            input_bytes[m] = sum(tensor.numel() * tensor.element_size() for tensor in tensors(some))
         plans = choose(
             _settings(num_ranks, num_rows, sizes, schedules, checkpoints),
             lambda setting: measured_layers(
                 profiles[setting.microbatch_size],
-                input_bytes=given[setting.microbatch_size],
+                input_bytes=input_bytes[setting.microbatch_size],
                 slower=_shared_cores(lab, setting.num_stages),
             ),
             limit_bytes=limit_bytes,
@@ -103,22 +117,25 @@ def report(
     return found
 
 
-def _check(path: Path, num_ranks: int, repeats: int, targets: Tree | None, loss_fn: LossFn | None) -> None:
-    require_count(num_ranks, "num_ranks", where="report")
-    require_count(repeats, "repeats", where="report")
-    require(
-        loss_fn is not None and targets is not None,
-        "a training step has a loss and something to compare with",
-        got="no loss_fn" if loss_fn is None else "no targets",
-        where="report",
-        remedy="report(model, inputs, targets, loss_fn=torch.nn.functional.mse_loss)",
-    )
+def _check_path(path: Path) -> None:
     require(
         path.parent.is_dir() and not path.is_dir(),
         "the page is written to a file in a folder that exists",
         got=str(path),
         where="report",
         remedy='path="report.html"',
+    )
+
+
+def _check(num_ranks: int, repeats: int, missing: Sequence[str]) -> None:
+    require_count(num_ranks, "num_ranks", where="report")
+    require_count(repeats, "repeats", where="report")
+    require(
+        not missing,
+        "a training step has a loss, inputs and something to compare with",
+        got=f"no {' and no '.join(missing)}",
+        where="report",
+        remedy="report(model, inputs, targets, loss_fn=torch.nn.functional.mse_loss)",
     )
 
 

@@ -153,7 +153,11 @@ def _end(pipes: list[Connection], processes: list[BaseProcess], rendezvous: str,
 
 def _environment(rank: int, num_ranks: int, workers: str) -> dict[str, str]:
     """The driver's environment as it is now, with what a rank needs; nothing listens off loopback."""
-    defaults = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    defaults = {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        "KINETO_LOG_LEVEL": "99",  # or torch's profiler tells of each of its stages
+    }
     ours = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
     mark = {WORKERS_VARIABLE: workers}
     interfaces = {"GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": LOOPBACK}

@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..plan.analysis import Bubble, CriticalPath, critical_path, speed_ups, take_apart
 from ..plan.memory import CATEGORIES, MemoryReport
 from ..plan.trace import PACED, Trace
 from ..plan.units import format_bytes
 from ..planner.choose import Plans
 from ..planner.estimate import Plan, Setting
+from .apart import plot_bubble
 from .gantt import plot_overlay, plot_trace
 from .html_page import Section, figure, page, paragraph, table
 from .picture import Picture
@@ -74,6 +76,91 @@ class Report:
         return f"proposed {self.plan}\n{measured}; the page is {self.path}"
 
     __repr__ = __str__
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceReport:
+    """A trace, what its step spent where, what to make quicker first; and the page that shows it all."""
+
+    path: Path
+    trace: Trace
+    bubble: Bubble
+    critical_path: CriticalPath
+    speed_ups: pandas.DataFrame = field(repr=False)
+
+    def __str__(self) -> str:
+        return f"{in_short(self.trace, self.bubble, self.speed_ups)}\nthe page is {self.path}"
+
+    __repr__ = __str__
+
+
+def trace_report(trace: Trace, path: Path) -> TraceReport:
+    """Take a trace apart; nothing is written."""
+    return TraceReport(
+        path=path,
+        trace=trace,
+        bubble=take_apart(trace),
+        critical_path=critical_path(trace),
+        speed_ups=speed_ups(trace),
+    )
+
+
+def in_short(trace: Trace, bubble: Bubble, gains: pandas.DataFrame) -> str:
+    """Three sentences for whoever reads no more: the step, where its idle time is, what to make quicker."""
+    first = gains.iloc[0]
+    return "\n".join(
+        [
+            f"{trace.source} on {trace.device or 'no device'}: {trace.num_ranks} ranks, a step of "
+            f"{trace.makespan_ms:.4g} ms, {100 * trace.bubble_fraction:.1f} % of all time idle",
+            str(bubble),
+            f"to make quicker first: {first['what']} of stage {first['stage']} (rank {first['rank']}); with "
+            f"10 % less of it the step is {first['gain (%)']:.1f} % shorter",
+        ]
+    )
+
+
+def trace_html(found: TraceReport) -> str:
+    """The whole page of a trace."""
+    trace = found.trace
+    return page(
+        f"Where a step of {trace.makespan_ms:.4g} ms goes",
+        [
+            Section(
+                "In short",
+                [paragraph(line) for line in in_short(trace, found.bubble, found.speed_ups).split("\n")],
+            ),
+            Section("What ran", [figure(plot_trace(trace))]),
+            Section(
+                "The bubble taken apart",
+                [
+                    figure(plot_bubble({"the step": trace})),
+                    table(found.bubble.frame(), "Idle time of all ranks by cause"),
+                ],
+            ),
+            Section(
+                "The critical path",
+                [
+                    paragraph(
+                        "The chain of operations and messages that decides when the step ends: "
+                        f"{found.critical_path}."
+                    ),
+                    table(found.critical_path.frame(), "Every stretch of it", index=False, folded=True),
+                ],
+            ),
+            Section(
+                "What to make quicker",
+                [
+                    table(
+                        found.speed_ups,
+                        "How much sooner the step would end, simulated from its own times, were one stage's "
+                        "operations of a kind 10 % quicker",
+                        index=False,
+                    )
+                ],
+            ),
+            Section("Operations", [table(trace.frame(), "Every operation", index=False, folded=True)]),
+        ],
+    )
 
 
 def report_html(found: Report) -> str:

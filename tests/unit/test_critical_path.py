@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 import gpipe_lab as gl
 from gpipe_lab.plan import formulas
 from gpipe_lab.plan.analysis import PARTS, sources
-from gpipe_lab.plan.ops import Kind, Op, peer
+from gpipe_lab.plan.ops import WORDS, Kind, Op, peer
 from gpipe_lab.plan.schedule import send_of
+from gpipe_lab.plan.simulate import OpTimes
 from gpipe_lab.plan.trace import COMM_LANE, PACED
 
 TIMES = st.floats(0.5, 5.0)
@@ -210,3 +211,28 @@ def test_a_trace_without_its_schedule_is_refused():
     for question in (gl.critical_path, gl.take_apart):
         with pytest.raises(gl.InputError, match="schedule"):
             question(trace)
+
+
+@given(traces())
+@settings(max_examples=40, deadline=None)
+def test_what_is_gained_is_what_the_simulation_says_with_those_operations_quicker(trace):
+    found = trace.speed_ups(faster=0.25)
+    assert set(zip(found["stage"], found["what"], strict=True)) == {
+        (e.op.stage, WORDS[e.op.kind]) for e in trace.computations
+    }
+    assert list(found["gain (ms)"]) == sorted(found["gain (ms)"], reverse=True)
+    first = found.iloc[0]
+    times = {
+        e.op: e.duration_ms
+        * (0.75 if (e.op.stage, WORDS[e.op.kind]) == (first["stage"], first["what"]) else 1.0)
+        for e in trace.computations
+    }
+    assert first["gain (ms)"] == pytest.approx(
+        gl.replay(trace).makespan_ms - gl.simulate(trace.schedule, OpTimes(times)).makespan_ms, abs=1e-9
+    )
+
+
+@pytest.mark.parametrize("faster", [0, 1, -0.1, 1.5])
+def test_a_share_that_is_none_is_refused(faster):
+    with pytest.raises(gl.InputError, match="a share less"):
+        gl.simulate(gl.gpipe(2, 2)).speed_ups(faster=faster)
