@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from multiprocessing import Pipe
 from typing import Any
 
 from ..engine.batch import Tree, split
@@ -18,16 +19,17 @@ from ..plan.errors import require, require_count
 from ..plan.schedule import Schedule
 from ..plan.schedules import replicate
 from ..plan.units import parse_bytes
-from .failures import raise_refusals
+from .failures import PipelineLost, raise_refusals
 from .forkserver import start_forkserver
 from .model import named_layers
 from .options import ModelOptions, StepOptions, choose, takes
+from .pickling import pack_jobs
 from .pipeline import Pipeline
 from .processes import may_have_labs
 from .run import Run
 from .step import MakeSchedule, made, require_no_autocast
-from .worker import ProfileJob, profile, run_program
-from .workers import OnMessage, OnOutput, WorkerPool, print_tagged
+from .worker import ProfileJob, form_group, join, profile, run_program
+from .workers import OnMessage, OnOutput, Workers, print_tagged, require_loopback
 
 WATCHDOG_S = 120.0
 OF_A_PIPELINE = ("optimizer", "scheduler", "scheduler_per", "max_norm", "stage_to_rank")
@@ -61,30 +63,31 @@ class Lab:
         self._closed = False
         self._lock = threading.Lock()
         self._caller: int | None = None  # the thread that a call is running in
+        self._stop_reader, self._stop_writer = Pipe(duplex=False)
+        self._stop_lock = threading.Lock()
+        self._can_be_stopped = False
+        self._workers: Workers | None = None
+        self._group_is_used = False
         start_forkserver()  # imports torch there while this process does
-        self._pool = WorkerPool(plan_devices(num_ranks, device))
+        self.device_plan: DevicePlan = plan_devices(num_ranks, device)  # which device each rank has, and why
+        self.generation = 0  # counts the sets of workers that have ended, and what they held with them
+        with self._stoppable():
+            self._ready_workers()
         _open.add(self)
 
     @property
     def num_ranks(self) -> int:
-        return self._pool.num_ranks
-
-    @property
-    def device_plan(self) -> DevicePlan:
-        """Which device each rank has, and why."""
-        return self._pool.device_plan
-
-    @property
-    def generation(self) -> int:
-        """Counts the sets of workers that have ended: where it has changed, what workers held is lost."""
-        return self._pool.generation
+        return len(self.device_plan.device_names)
 
     def resize(self, num_ranks: int) -> None:
         """Change the number of ranks; new workers take the place of all (about 0.1 s)."""
         require_count(num_ranks, "num_ranks", where="Lab.resize")
         with self._one_at_a_time():
             if num_ranks != self.num_ranks:
-                self._pool.replace(plan_devices(num_ranks, self.device))
+                self._end_workers()
+                self.device_plan = plan_devices(num_ranks, self.device)
+                with self._stoppable():
+                    self._ready_workers()
 
     def launch(self, fn: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
         """Run `fn(rank_context, *args)` on every rank, inside a default process group; the results by rank.
@@ -102,9 +105,8 @@ class Lab:
             remedy="lab.launch(fn, *args)",
         )
         with self._one_at_a_time():
-            replies = self._pool.call(run_program, [(fn, args)] * self.num_ranks, timeout=timeout)
-            if any(used_group for _, used_group in replies):
-                self._pool.renew_group()
+            replies = self._call(run_program, [(fn, args)] * self.num_ranks, timeout=timeout)
+            self._group_is_used |= any(used_group for _, used_group in replies)
         return [result for result, _ in replies]
 
     @takes(ModelOptions, StepOptions, without=OF_A_PIPELINE)
@@ -185,7 +187,15 @@ class Lab:
         watchdog_s: float | None = None,
         generation: int | None = None,
     ) -> list[Any]:
-        """Run `function(context, *args_by_rank[rank])` on every rank, as `WorkerPool.call` does."""
+        """Run `function(context, *args_by_rank[rank])` on every rank; the results by rank.
+
+        A call that fails, is stopped, interrupted, or takes too long ends all workers, and the next begins
+        with fresh ones (about 0.1 s). So does a call that finds a worker gone.
+        Raises `RankFailed` for the first rank that raises, dies, or stays in one operation of an engine's
+        run for `watchdog_s` seconds while no other rank moves; `RunStopped` after `stop()`,
+        `TimeoutError` after `timeout` seconds, `InputError` for a function or arguments that cannot be
+        pickled, and `PipelineLost` where `generation` is given and the workers are of a later one.
+        """
         require(
             len(args_by_rank) == self.num_ranks,
             "every rank has its arguments",
@@ -193,29 +203,31 @@ class Lab:
             where="Lab.call",
         )
         with self._one_at_a_time():
-            results = self._pool.call(
+            results = self._call(
                 function,
                 args_by_rank,
+                generation=generation,
                 on_message=on_message,
                 on_output=on_output,
                 timeout=timeout,
                 watchdog_s=self.watchdog_s if watchdog_s is None else watchdog_s,
-                generation=generation,
             )
         raise_refusals(results)
         return results
 
     def stop(self) -> None:
         """End the call in progress, from another thread: it raises `RunStopped`. Without one, do nothing."""
-        self._pool.stop()
+        with self._stop_lock:
+            if self._can_be_stopped and not self._stop_reader.poll():
+                self._stop_writer.send_bytes(b"stop")
 
     def close(self) -> None:
         """End the workers. A call in progress in another thread is stopped."""
         self._refuse_a_call_within_a_call()
         self._closed = True
-        self._pool.stop()
+        self.stop()
         with self._lock:
-            self._pool.close()
+            self._end_workers()
 
     def __enter__(self) -> Lab:
         return self
@@ -239,6 +251,60 @@ class Lab:
                 yield
             finally:
                 self._caller = None
+
+    def _call(
+        self,
+        function: Callable[..., Any],
+        args_by_rank: Sequence[tuple],
+        *,
+        generation: int | None = None,
+        **how: Any,
+    ) -> list[Any]:
+        """What `call` does, for whoever has the lock; the options `how` are those of `Workers.run`."""
+        jobs = pack_jobs(function, args_by_rank)
+        with self._stoppable():
+            workers = self._ready_workers()
+            if generation is not None and generation != self.generation:
+                raise PipelineLost("the workers that held this pipeline's weights are gone")
+            return workers.run(jobs, **how)
+
+    @contextmanager
+    def _stoppable(self) -> Iterator[None]:
+        """Within, `stop` is heard; whatever goes wrong ends all workers."""
+        with self._stop_lock:
+            self._can_be_stopped = True
+        try:
+            yield
+        except PipelineLost:  # the workers themselves are fine
+            raise
+        except BaseException:
+            self._end_workers()
+            raise
+        finally:
+            with self._stop_lock:
+                self._can_be_stopped = False
+                if self._stop_reader.poll():
+                    self._stop_reader.recv_bytes()
+
+    def _ready_workers(self) -> Workers:
+        """The workers, started where need be, in a default process group that nobody has used."""
+        workers = self._workers
+        if workers is None or not workers.intact():
+            self._end_workers()
+            require_loopback()
+            self._workers = workers = Workers(self.device_plan, self._stop_reader)
+            workers.start()
+            workers.form_group(join)
+        elif self._group_is_used:
+            workers.form_group(form_group)
+        self._group_is_used = False
+        return workers
+
+    def _end_workers(self) -> None:
+        if self._workers is not None:
+            self._workers.end()
+            self.generation += 1
+        self._workers = None
 
     def _refuse_a_call_within_a_call(self) -> None:
         require(

@@ -9,23 +9,22 @@ import shutil
 import socket
 import sys
 import tempfile
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from multiprocessing import Pipe, util
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from multiprocessing import util
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple, cast
 
 from ..engine.device import DevicePlan
 from .board import ASK_STACK, SharedBoard, Watchdog
-from .failures import Failure, PipelineLost, RankFailed, Replies, RunStopped
+from .failures import Failure, RankFailed, Replies, RunStopped
 from .forkserver import hidden_main, start_forkserver
 from .pickling import pack_jobs
 from .processes import WORKERS_VARIABLE, kill_group, kill_what_was_started_by
-from .worker import Seat, form_group, join, main
+from .worker import Seat, main
 
 STACK_WAIT_S = 1.0
 GRACE_S = 0.5  # from the end of its pipe to SIGKILL
@@ -40,14 +39,26 @@ class Message(NamedTuple):
     content: Any
 
 
+OnMessage = Callable[[int, Any], None]  # rank, what the rank reported
+OnOutput = Callable[[int, str, str], None]  # rank, "stdout" or "stderr", whole lines
+
+
+def print_tagged(rank: int, stream: str, lines: str) -> None:
+    """Print what a rank printed, each line behind its rank: `[rank 2] text`."""
+    tagged = "\n".join(f"[rank {rank}] {line}" for line in lines.split("\n"))
+    print(tagged, file=getattr(sys, stream))
+
+
 class Workers:
     """A set of worker processes with a pipe to each; it is used up by its first failure, never repaired.
 
     They end with `end()`, with this object, or with this process, whichever comes first, however it ends.
     """
 
-    def __init__(self, device_plan: DevicePlan) -> None:
+    def __init__(self, device_plan: DevicePlan, stop: Connection) -> None:
+        """stop: what ends a run, as `RunStopped`, as soon as it can be read."""
         self._device_plan = device_plan
+        self._stop = stop
         self._context = start_forkserver()
         self.rendezvous = tempfile.mkdtemp(prefix="rendezvous-", dir=util.get_temp_dir())
         self.board = SharedBoard(self.rendezvous, self.num_ranks)
@@ -76,6 +87,59 @@ class Workers:
         theirs.close()
         self._processes.append(process)
 
+    def form_group(self, job: Callable[..., None]) -> None:
+        """Have every rank do `job` with the path of a rendezvous that nobody has used."""
+        path = os.path.join(self.rendezvous, f"group{next(_serial)}")
+        self.run(pack_jobs(job, [(path,)] * self.num_ranks))
+
+    def run(
+        self,
+        jobs: list[bytes],
+        *,
+        on_message: OnMessage | None = None,
+        on_output: OnOutput = print_tagged,
+        timeout: float | None = None,
+        watchdog_s: float | None = None,
+    ) -> list[Any]:
+        """Send each rank its job and listen until all have replied or one has failed; the results by rank."""
+        replies = Replies(self.num_ranks, self.board, timeout)
+        watchdog = Watchdog(self.board, watchdog_s)
+        for rank, job in enumerate(jobs):
+            self.send(rank, job)
+        while not replies.complete():
+            for message in self.receive(_sooner(replies, watchdog)):
+                match message.kind:
+                    case "output":
+                        on_output(message.rank, *message.content)
+                    case "message":
+                        if on_message is not None:
+                            on_message(message.rank, pickle.loads(message.content))
+                    case "result":
+                        replies.add_result(message.rank, message.content)
+                    case "failure":
+                        replies.add_failure(message.content)
+                        for rank in replies.missing:  # whether one of them is its cause
+                            self.send(rank, ASK_STACK)
+                    case "death":
+                        replies.add_failure(Failure.of_death(message.rank, message.content))
+            if self._stop.poll():
+                raise RunStopped("the run was stopped; the next one starts on fresh workers")
+            if suspects := watchdog.suspects(replies.missing):
+                reason = f"it hangs: no rank has moved for {watchdog_s:g} s"
+                raise self._hanging(suspects, reason)
+        return replies.by_rank()
+
+    def _hanging(self, suspects: list[int], reason: str) -> RankFailed:
+        """The first of the suspects that does not even answer, else the first."""
+        stacks = {}
+        for rank in suspects:
+            stacks[rank] = self.stack_of(rank)
+            if stacks[rank] is None:
+                break
+        blamed = rank if stacks[rank] is None else suspects[0]
+        told = stacks[blamed] or "(no stack: the rank does not answer)"
+        return RankFailed(blamed, self.board.read(blamed), reason, told)
+
     def intact(self) -> bool:
         """Whether every process is still there."""
         return not wait([process.sentinel for process in self._processes], timeout=0)
@@ -100,10 +164,10 @@ class Workers:
                 break
         return None
 
-    def receive(self, also: Connection, timeout: float | None) -> list[Message]:
-        """Wait until a rank speaks or dies, `also` can be read, or `timeout` seconds have passed."""
+    def receive(self, timeout: float | None) -> list[Message]:
+        """Wait until a rank speaks or dies, the run is stopped, or `timeout` seconds have passed."""
         sentinels = [process.sentinel for process in self._processes]
-        ready = wait([also, *self._pipes, *sentinels], timeout)
+        ready = wait([self._stop, *self._pipes, *sentinels], timeout)
         messages: list[Message] = []
         for rank, (pipe, sentinel) in enumerate(zip(self._pipes, sentinels, strict=True)):
             if sentinel in ready:
@@ -176,176 +240,6 @@ def require_loopback() -> None:
             "where:  Lab\n"
             f"remedy: bring it up, as root: ip link set {LOOPBACK} up"
         ) from error
-
-
-OnMessage = Callable[[int, Any], None]  # rank, what the rank reported
-OnOutput = Callable[[int, str, str], None]  # rank, "stdout" or "stderr", whole lines
-
-
-def print_tagged(rank: int, stream: str, lines: str) -> None:
-    """Print what a rank printed, each line behind its rank: `[rank 2] text`."""
-    tagged = "\n".join(f"[rank {rank}] {line}" for line in lines.split("\n"))
-    print(tagged, file=getattr(sys, stream))
-
-
-class WorkerPool:
-    """Worker processes, one for each rank, that stay alive from call to call.
-
-    A call that fails, is stopped, interrupted, or takes too long ends all workers, and the next call begins
-    with fresh ones (about 0.1 s). So does a call that finds a worker gone. `generation` counts the sets that
-    have ended.
-    One call at a time; `stop` may come from any thread.
-    """
-
-    def __init__(self, device_plan: DevicePlan) -> None:
-        self.device_plan = device_plan
-        self.generation = 0
-        self._workers: Workers | None = None
-        self._group_is_used = False
-        self._stop_reader, self._stop_writer = Pipe(duplex=False)
-        self._stop_lock = threading.Lock()
-        self._calling = False
-        with self._stoppable():
-            self._ready_workers()
-
-    @property
-    def num_ranks(self) -> int:
-        return len(self.device_plan.device_names)
-
-    def call(
-        self,
-        function: Callable[..., Any],
-        args_by_rank: Sequence[tuple],
-        *,
-        on_message: OnMessage | None = None,
-        on_output: OnOutput = print_tagged,
-        timeout: float | None = None,
-        watchdog_s: float | None = None,
-        generation: int | None = None,
-    ) -> list[Any]:
-        """Run `function(context, *args_by_rank[rank])` on every rank; the results by rank.
-
-        Raises `RankFailed` for the first rank that raises, dies, or stays in one operation of an engine's
-        run for `watchdog_s` seconds while no other rank moves; `RunStopped` after `stop()`,
-        `TimeoutError` after `timeout` seconds, `InputError` for a function or arguments that cannot be
-        pickled, and `PipelineLost` where `generation` is given and the workers are of a later one.
-        """
-        jobs = pack_jobs(function, args_by_rank)
-        with self._stoppable():
-            workers = self._ready_workers()
-            if generation is not None and generation != self.generation:
-                raise PipelineLost("the workers that held this pipeline's weights are gone")
-            replies = self._run(workers, jobs, on_message, on_output, timeout, watchdog_s)
-        return replies.by_rank()
-
-    def renew_group(self) -> None:
-        """Give the ranks a fresh default process group before their next job."""
-        self._group_is_used = True
-
-    def replace(self, device_plan: DevicePlan) -> None:
-        """End all workers and start new ones on `device_plan`."""
-        self.close()
-        self.device_plan = device_plan
-        with self._stoppable():
-            self._ready_workers()
-
-    def stop(self) -> None:
-        """End the call that is in progress in another thread, which raises `RunStopped`; else do nothing."""
-        with self._stop_lock:
-            if self._calling and not self._stop_reader.poll():
-                self._stop_writer.send_bytes(b"stop")
-
-    def close(self) -> None:
-        """End all workers."""
-        if self._workers is not None:
-            self._workers.end()
-            self.generation += 1
-        self._workers = None
-
-    @contextmanager
-    def _stoppable(self) -> Iterator[None]:
-        """Within, `stop` is heard; whatever goes wrong ends all workers."""
-        with self._stop_lock:
-            self._calling = True
-        try:
-            yield
-        except PipelineLost:  # the workers themselves are fine
-            raise
-        except BaseException:
-            self.close()
-            raise
-        finally:
-            with self._stop_lock:
-                self._calling = False
-                if self._stop_reader.poll():
-                    self._stop_reader.recv_bytes()
-
-    def _ready_workers(self) -> Workers:
-        """The workers, started where need be, in a default process group that nobody has used."""
-        workers = self._workers
-        if workers is None or not workers.intact():
-            self.close()
-            require_loopback()
-            self._workers = workers = Workers(self.device_plan)
-            workers.start()
-            self._form_group(workers, join)
-        elif self._group_is_used:
-            self._form_group(workers, form_group)
-        return workers
-
-    def _form_group(self, workers: Workers, job: Callable[..., None]) -> None:
-        path = os.path.join(workers.rendezvous, f"group{next(_serial)}")
-        self._run(workers, pack_jobs(job, [(path,)] * self.num_ranks))
-        self._group_is_used = False
-
-    def _run(
-        self,
-        workers: Workers,
-        jobs: list[bytes],
-        on_message: OnMessage | None = None,
-        on_output: OnOutput = print_tagged,
-        timeout: float | None = None,
-        watchdog_s: float | None = None,
-    ) -> Replies:
-        """Send a job to every rank and listen until each has replied or one has failed."""
-        replies = Replies(workers.num_ranks, workers.board, timeout)
-        watchdog = Watchdog(workers.board, watchdog_s)
-        for rank, job in enumerate(jobs):
-            workers.send(rank, job)
-        while not replies.complete():
-            for message in workers.receive(self._stop_reader, _sooner(replies, watchdog)):
-                match message.kind:
-                    case "output":
-                        on_output(message.rank, *message.content)
-                    case "message":
-                        if on_message is not None:
-                            on_message(message.rank, pickle.loads(message.content))
-                    case "result":
-                        replies.add_result(message.rank, message.content)
-                    case "failure":
-                        replies.add_failure(message.content)
-                        for rank in replies.missing:  # whether one of them is its cause
-                            workers.send(rank, ASK_STACK)
-                    case "death":
-                        replies.add_failure(Failure.of_death(message.rank, message.content))
-            if self._stop_reader.poll():
-                raise RunStopped("the run was stopped; the next one starts on fresh workers")
-            if suspects := watchdog.suspects(replies.missing):
-                reason = f"it hangs: no rank has moved for {watchdog_s:g} s"
-                raise _hanging(workers, suspects, reason)
-        return replies
-
-
-def _hanging(workers: Workers, suspects: list[int], reason: str) -> RankFailed:
-    """The first of the suspects that does not even answer, else the first."""
-    stacks = {}
-    for rank in suspects:
-        stacks[rank] = workers.stack_of(rank)
-        if stacks[rank] is None:
-            break
-    blamed = rank if stacks[rank] is None else suspects[0]
-    told = stacks[blamed] or "(no stack: the rank does not answer)"
-    return RankFailed(blamed, workers.board.read(blamed), reason, told)
 
 
 def _sooner(*watched: Replies | Watchdog) -> float | None:

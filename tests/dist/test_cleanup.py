@@ -323,7 +323,7 @@ def worker_processes(lab):
 def test_close_and_the_end_of_a_with_block_end_the_workers():
     with Lab(2, device="cpu") as lab:
         workers = worker_processes(lab)
-        folder = Path(lab._pool._workers.rendezvous)
+        folder = Path(lab._workers.rendezvous)
         assert folder.is_dir()
         assert folder.stat().st_mode & 0o077 == 0
     begin = time.monotonic()
@@ -361,7 +361,7 @@ def test_a_fork_of_the_driver_does_not_end_its_workers():
         before = lab.launch(lambda context: os.getpid())
         child = os.fork()
         if child == 0:
-            lab._pool._workers.end()
+            lab._workers.end()
             os._exit(0)
         os.waitpid(child, 0)
         assert lab.launch(lambda context: os.getpid()) == before
