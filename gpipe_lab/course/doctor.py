@@ -53,12 +53,14 @@ def doctor(num_ranks: int = 4, device: str = "auto", *, contention: bool = False
 
     In a notebook it also makes every later cell fail when something the cell started fails: a thread, a
     task, a widget's callback, a shell command, a child process. Raises `InputError` for an unknown
-    device.
+    device, and `RuntimeError` where ranks cannot meet on this machine.
     """
     from importlib.metadata import version
 
     from ..engine.device import num_gpus, plan_devices
+    from ..lab.forkserver import require_loopback
 
+    require_loopback()
     plan = plan_devices(num_ranks, device)
     cores = available_cores()
     report = Doctor(

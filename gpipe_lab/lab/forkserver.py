@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 import sys
 import tempfile
 import threading
@@ -24,7 +25,23 @@ SCRATCH_VARIABLE = "GPIPE_LAB_SCRATCH"
 SOCKET_PATH_BYTES = 107 if sys.platform == "linux" else 103  # that a socket's address has room for
 SOCKET_NAME = "/pymp-xxxxxxxx/listener-xxxxxxxx"  # what multiprocessing adds to the temporary folder
 
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"  # the network interface at which ranks meet
+
 _starting = threading.RLock()  # the main module and the environment are changed while a process starts
+
+
+def require_loopback() -> None:
+    """Raise `RuntimeError` where the loopback interface, over which ranks meet, does not work."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=1.0).close()
+    except OSError as error:
+        raise RuntimeError(
+            "rule:   the ranks of a lab exchange messages over the loopback interface of this machine\n"
+            f"got:    {LOOPBACK} (127.0.0.1) is not reachable: {error}\n"
+            "where:  the processes of a lab\n"
+            f"remedy: bring it up, as root: ip link set {LOOPBACK} up"
+        ) from error
 
 
 def start_forkserver() -> ForkServerContext | SpawnContext:

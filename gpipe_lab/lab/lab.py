@@ -20,7 +20,7 @@ from ..plan.schedule import Schedule
 from ..plan.schedules import replicate
 from ..plan.units import parse_bytes
 from .failures import PipelineLost, raise_refusals
-from .forkserver import start_forkserver
+from .forkserver import require_loopback, start_forkserver
 from .model import named_layers
 from .options import ModelOptions, StepOptions, choose, takes
 from .pickling import pack_jobs
@@ -29,7 +29,7 @@ from .processes import may_have_labs
 from .run import Run
 from .step import MakeSchedule, made, require_no_autocast
 from .worker import ProfileJob, form_group, join, profile, run_program
-from .workers import OnMessage, OnOutput, Workers, print_tagged, require_loopback
+from .workers import OnMessage, OnOutput, Workers, print_tagged
 
 WATCHDOG_S = 120.0
 OF_A_PIPELINE = ("optimizer", "scheduler", "scheduler_per", "max_norm", "stage_to_rank")

@@ -6,7 +6,6 @@ import itertools
 import os
 import pickle
 import shutil
-import socket
 import sys
 import tempfile
 import time
@@ -21,14 +20,13 @@ from typing import Any, NamedTuple, cast
 from ..engine.device import DevicePlan
 from .board import ASK_STACK, SharedBoard, Watchdog
 from .failures import Failure, RankFailed, Replies, RunStopped
-from .forkserver import hidden_main, start_forkserver
+from .forkserver import LOOPBACK, hidden_main, start_forkserver
 from .pickling import pack_jobs
 from .processes import WORKERS_VARIABLE, kill_group, kill_what_was_started_by
 from .worker import Seat, main
 
 STACK_WAIT_S = 1.0
 GRACE_S = 0.5  # from the end of its pipe to SIGKILL
-LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 class Message(NamedTuple):
@@ -226,20 +224,6 @@ def _environment(rank: int, num_ranks: int, workers: str) -> dict[str, str]:
     mark = {WORKERS_VARIABLE: workers}
     interfaces = {"GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": LOOPBACK}
     return {**defaults, **os.environ, **ours, **mark, **interfaces}
-
-
-def require_loopback() -> None:
-    """Raise `RuntimeError` where the loopback interface, over which ranks meet, does not work."""
-    try:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            socket.create_connection(server.getsockname(), timeout=1.0).close()
-    except OSError as error:
-        raise RuntimeError(
-            "rule:   the ranks of a lab exchange messages over the loopback interface of this machine\n"
-            f"got:    {LOOPBACK} (127.0.0.1) is not reachable: {error}\n"
-            "where:  Lab\n"
-            f"remedy: bring it up, as root: ip link set {LOOPBACK} up"
-        ) from error
 
 
 def _sooner(*watched: Replies | Watchdog) -> float | None:

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import gpipe_lab as gl
 from gpipe_lab.engine.messages import PeerLost
 from gpipe_lab.lab import forkserver, workers
 from gpipe_lab.lab.board import RankBoard, SharedBoard
@@ -684,10 +685,12 @@ def test_a_broken_loopback_is_named_before_a_process_starts(monkeypatch):
     def refuse(*args, **options):
         raise OSError(101, "Network is unreachable")
 
-    monkeypatch.setattr(workers.socket, "create_connection", refuse)
+    monkeypatch.setattr(forkserver.socket, "create_connection", refuse)
     monkeypatch.setattr(workers.Workers, "start", lambda self: pytest.fail("a process was started"))
     with pytest.raises(RuntimeError, match=r"loopback interface(.|\n)*unreachable(.|\n)*ip link set"):
         Lab(2, device="cpu")
+    with pytest.raises(RuntimeError, match=r"loopback interface(.|\n)*unreachable(.|\n)*ip link set"):
+        gl.doctor(2, device="cpu")
 
 
 def script_in(tmp_path, code, *, wrapper=(), **environment):
