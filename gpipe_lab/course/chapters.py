@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..plan.errors import require
+from ..plan.data import PACKAGE
+from ..plan.errors import InputError
 from .claims import Claim, as_table, checked, read_claims
-from .facts import NOTEBOOKS
 
 if TYPE_CHECKING:
     import pandas
+
+NOTEBOOKS = PACKAGE.parent / "notebooks"  # in a copy of the repository
 
 # In a notebook's metadata: what `make course` measured, all in seconds.
 EXECUTED = "gpipe_lab.executed_s"
@@ -76,19 +78,22 @@ class Chapter:
         return f"read {given.read}, run {given.run}{measured}, exercise {given.exercise} min"
 
 
-def chapters(folder: Path = NOTEBOOKS) -> tuple[Chapter, ...]:
+def chapters(folder: Path | None = None) -> tuple[Chapter, ...]:
     """The chapters there are, in order; a copy of one, as JupyterLab names it, is none.
 
-    Raises `InputError` where the folder is not there, as beside a package that was not installed editable.
+    They are beside the package, or of a package that was installed by itself, in the working folder or its
+    notebooks/. Raises `InputError` where there are none.
     """
-    require(
-        folder.is_dir(),
-        "the chapters lie in notebooks/, beside the package",
-        got=f"no {folder}",
+    for place in [folder] if folder else (NOTEBOOKS, Path.cwd(), Path.cwd() / "notebooks"):
+        paths = sorted(path for path in place.glob("*.ipynb") if CHAPTER_NAME.fullmatch(path.name))
+        if paths:
+            return tuple(map(read_chapter, paths))
+    raise InputError(
+        "the chapters lie in notebooks/, beside the package or where one works",
+        got=f"none in {folder or f'{NOTEBOOKS}, {Path.cwd()} and its notebooks/'}",
         where="chapters",
-        remedy="pip install -e . in the project's folder",
+        remedy="get the course's repository, and work in its notebooks/",
     )
-    return tuple(read_chapter(path) for path in sorted(folder.iterdir()) if CHAPTER_NAME.fullmatch(path.name))
 
 
 def read_chapter(path: Path) -> Chapter:

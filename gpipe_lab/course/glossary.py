@@ -11,8 +11,8 @@ from difflib import get_close_matches
 from functools import cache
 from html import escape
 
+from ..plan.data import read
 from ..plan.errors import require
-from .facts import table
 
 PAGE = "glossary.md"
 
@@ -108,7 +108,7 @@ def terms() -> tuple[Term, ...]:
 
     rows = [
         Term(row["term"], row["definition"], names(row["also"]), names(row["avoid"]), row["chapter"])
-        for row in table("glossary")
+        for row in read("glossary")[1]
     ]
     return tuple(sorted(rows, key=lambda term: term.term.lower()))
 

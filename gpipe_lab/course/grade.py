@@ -25,8 +25,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 
+from .chapters import CHAPTER_NAME
 from .exercises import all_exercises
-from .facts import NOTEBOOKS
 from .grading import FAILED, NOT_DONE, PASSED
 from .kept import FILE_VARIABLE
 from .submission import Submission, Unreadable, read
@@ -90,9 +90,12 @@ def grade_exercise(
     name comes first, so that copies (`-Copy1`, ` (1)`) are graded only where it did not pass.
     """
     known = all_exercises()[exercise]
-    own_names = {path.name for path in NOTEBOOKS.glob(f"{known.chapter}_*.ipynb")}
+
+    def is_copy(path: Path) -> bool:
+        return not (CHAPTER_NAME.fullmatch(path.name) and path.name.startswith(known.chapter))
+
     grades: list[Grade] = []
-    for path in sorted(notebooks, key=lambda path: (path.name not in own_names, path)):
+    for path in sorted(notebooks, key=lambda path: (is_copy(path), path)):
         grade = _grade_notebook(learner, path, notebooks[path], timeout_s, exercise)
         if grade is not None:
             grades.append(grade)

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .chapters import Chapter, chapters
+from ..plan.data import read
+from .chapters import NOTEBOOKS, Chapter, chapters
 from .claims import Claim, number
-from .facts import NOTEBOOKS, table
 from .glossary import PAGE as GLOSSARY
 from .glossary import page as glossary_page
 
@@ -31,7 +31,7 @@ class Formula:
 
 def formulas() -> tuple[Formula, ...]:
     """The formulas of data/formulas.csv, in its order."""
-    return tuple(Formula(**row) for row in table("formulas"))
+    return tuple(Formula(**row) for row in read("formulas")[1])
 
 
 def pages(made: tuple[Chapter, ...]) -> dict[str, str]:

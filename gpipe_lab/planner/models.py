@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from functools import cache
-from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
 
+from ..plan.data import read
 from ..plan.errors import is_count, require
 
 TOKEN_BYTES = 8  # of a token's number
@@ -200,24 +198,6 @@ class Device:
         if num_ranks * stride <= self.per_node:
             return self.node_gb_s
         return min(self.node_gb_s, max(1, self.per_node // stride) * self.link_gb_s)
-
-
-DATA = Path(__file__).resolve().parents[2] / "data"
-
-
-@cache
-def read(name: str) -> tuple[str, tuple[dict[str, str], ...]]:
-    """(where it comes from, its rows) of `data/NAME.csv`, whose first line is a comment."""
-    path = DATA / f"{name}.csv"
-    require(
-        path.is_file(),
-        "facts are read from the data folder beside the package",
-        got=f"no {path}",
-        where="data",
-        remedy="pip install -e . in a copy of the repository",
-    )
-    comment, _, table = path.read_text(encoding="utf-8").partition("\n")
-    return comment.removeprefix("#").strip(), tuple(csv.DictReader(table.splitlines()))
 
 
 def _row_of(kind: type[T], row: dict[str, str]) -> T:

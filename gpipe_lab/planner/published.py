@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from ..plan.data import read
 from ..plan.memory import peak_in_flight
 from ..plan.recompute import with_recompute
 from ..plan.schedules import gpipe
 from ..plan.simulate import Costs, simulate
 from .estimate import Plan, Setting, cut_evenly, plan_of
-from .models import Device, Model, Precision, read
+from .models import Device, Model, Precision
 from .propose import layers_of
 
 GIB = 2**30

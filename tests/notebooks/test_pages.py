@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from gpipe_lab.course.chapters import Chapter, chapters, claims_table
+from gpipe_lab.course.chapters import NOTEBOOKS, Chapter, chapters, claims_table
 from gpipe_lab.course.claims import Claim
-from gpipe_lab.course.facts import NOTEBOOKS, table
 from gpipe_lab.course.glossary import anchor, terms
 from gpipe_lab.course.pages import claims_page, formula_page, formulas, pages, write
+from gpipe_lab.plan.data import read
 
 CHAPTERS = chapters()
 REMEDY = "run `python -m gpipe_lab.course.pages` (`make course` does)"
@@ -66,7 +66,7 @@ def test_every_formula_is_measured_by_a_claim() -> None:
     known = {claim.name for chapter in CHAPTERS for claim in chapter.claims}
     assert [entry.claim for entry in formulas() if entry.claim not in known] == []
     assert all(entry.formula and entry.gives and entry.holds_when for entry in formulas())
-    assert len(formulas()) == len(table("formulas"))
+    assert len(formulas()) == len(read("formulas")[1])
     assert len({(entry.formula, entry.gives) for entry in formulas()}) == len(formulas())
 
 

@@ -18,10 +18,9 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from gpipe_lab import check, claim, claims, doctor, hint, predict, progress, solution, track
 from gpipe_lab.course import exercise, kept, strict
-from gpipe_lab.course.chapters import chapters, read_chapter
+from gpipe_lab.course.chapters import NOTEBOOKS, chapters, read_chapter
 from gpipe_lab.course.exercise import Answer, Exercise, Mismatch, over, source_of
 from gpipe_lab.course.exercises import all_exercises, ch04, ch05, find
-from gpipe_lab.course.facts import NOTEBOOKS
 from gpipe_lab.course.publish import clean
 from gpipe_lab.plan.errors import InputError
 from gpipe_lab.plan.memory import StageBytes, simulate_memory

@@ -7,9 +7,9 @@ import re
 import pytest
 
 from gpipe_lab import glossary
-from gpipe_lab.course.chapters import chapters
-from gpipe_lab.course.facts import NOTEBOOKS, table
+from gpipe_lab.course.chapters import NOTEBOOKS, chapters
 from gpipe_lab.course.glossary import PAGE, Term, anchor, page, terms
+from gpipe_lab.plan.data import read
 from gpipe_lab.plan.errors import InputError
 
 
@@ -36,8 +36,8 @@ def test_a_term_is_a_sentence_without_a_name_to_avoid() -> None:
 
 
 def test_no_row_of_the_table_is_lost() -> None:
-    assert len(terms()) == len(table("glossary"))
-    assert all(set(row) == {"term", "definition", "also", "avoid", "chapter"} for row in table("glossary"))
+    assert len(terms()) == len(read("glossary")[1])
+    assert all(set(row) == {"term", "definition", "also", "avoid", "chapter"} for row in read("glossary")[1])
 
 
 @pytest.mark.parametrize("term", terms(), ids=lambda term: term.anchor)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from gpipe_lab.course.chapters import NOTEBOOKS
 from gpipe_lab.course.exercises import all_exercises, find
-from gpipe_lab.course.facts import NOTEBOOKS
 from gpipe_lab.course.grade import Grade, grade_folder, learners, main, run_apart
 from gpipe_lab.course.submission import Unreadable, read
 

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gpipe_lab as gl
+from gpipe_lab.plan.data import read
 from gpipe_lab.planner import traffic
 from gpipe_lab.planner.choose import choose
 from gpipe_lab.planner.estimate import Setting, plan_of
-from gpipe_lab.planner.models import read
 from gpipe_lab.planner.propose import layers_of
 
 SMALL = gl.Model(name="small", layers=14, hidden=64, heads=4, ffn=256, vocab=500, sequence=32, dropout=True)

@@ -5,7 +5,7 @@ import re
 import pytest
 
 import gpipe_lab as gl
-from gpipe_lab.planner.models import read
+from gpipe_lab.plan.data import read
 from gpipe_lab.planner.published import GOOD, comparisons
 
 

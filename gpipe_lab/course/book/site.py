@@ -9,8 +9,8 @@ from html import escape
 from pathlib import Path
 from string import Template
 
-from ..chapters import Chapter, chapters, map_markdown
-from ..facts import NOTEBOOKS, ROOT
+from ...plan.data import PACKAGE
+from ..chapters import NOTEBOOKS, Chapter, chapters, map_markdown
 from .index import index_js, sections
 from .render import FILES, RENDERERS, code_css, markdown_html
 
@@ -70,7 +70,7 @@ def _copy_files(content: str, folder: Path) -> None:
     for name in re.findall(rf'(?:href|src)="{FILES}([^"#]+)', content):
         copy = folder / FILES / name
         copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(ROOT / name, copy)
+        shutil.copyfile(PACKAGE.parent / name, copy)
 
 
 def _pages(made: tuple[Chapter, ...], notebooks: Path) -> list[Page]:
