@@ -9,6 +9,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+from .plan import formulas
 from .plan.analysis import critical_path, speed_ups, take_apart
 from .plan.errors import InputError, ScheduleError
 from .plan.lowering import lower
@@ -150,6 +151,7 @@ __all__ = [
     "dependencies",
     "dualpipe_v",
     "forward_only",
+    "formulas",
     "from_csv",
     "gpipe",
     "in_flight",

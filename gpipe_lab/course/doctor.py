@@ -7,7 +7,7 @@ import platform
 from dataclasses import dataclass
 
 from . import strict
-from .contention import measured_contention
+from .measure import measured_contention
 
 
 @dataclass(frozen=True)

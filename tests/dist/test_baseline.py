@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_lab.course.baseline import plain_steps_ms
+from gpipe_lab.course.measure import plain_steps_ms
 
 pytestmark = pytest.mark.dist
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import gpipe_lab as gl
-from gpipe_lab.course.halves import count_halves
+from gpipe_lab.course.measure import count_halves
 from gpipe_lab.course.race import RankPace, held_at_the_peak, share_of_a_rank
 from gpipe_lab.engine.models import Block
 
